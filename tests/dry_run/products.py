@@ -8,9 +8,8 @@ a time: instructions a weight, registers, programs on a multiprocessor, bytes on
 
 import os
 import re
-from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
 
@@ -24,6 +23,7 @@ from gpt_faster.kernels.cuda import matvec
 
 MOST = {4: 1e-4, 8: 1e-5}                          # relative error before rounding to bfloat16
 MOST_INSTRUCTIONS = 2.1                            # of a thread, a weight, one row
+MOST_OF_FIVE = 6.0                                 # bf16 weights' bytes take the time of 11.7
 REGISTERS, WARPS = 65536, 16                       # of a multiprocessor; that shall be there
 SHAPES = {"qkv": (6144, 4096, False), "out": (4096, 4096, False), "gate, up": (14336, 4096, True),
           "down": (4096, 14336, False)}            # Llama-3.1-8B: outputs, inputs, gated
@@ -76,21 +76,23 @@ def dequantized(weight, scales, zeros) -> torch.Tensor:
 def cases():
     """-> name, arguments of error()."""
     for bits in (4, 8):
-        shapes = [(24, 512), (16, 352), (17, 64), (8, 96)] + ([(33, 1056)] if bits == 4 else [(33, 1040)])
-        for n_out, n_in in shapes:
-            yield f"int{bits} {n_out}x{n_in}", dict(bits=bits, n_out=n_out, n_in=n_in, norm=n_out % 2)
-        for M in range(2, 9):
-            yield f"int{bits} {M} rows", dict(bits=bits, n_out=20, n_in=288, M=M, residual=M % 2,
-                                              bias=M == 4, norm=M == 3)
+        odd = 1056 if bits == 4 else 1040          # blocks
+        for n_out, n_in in ((24, 512), (16, 352), (17, 64), (8, 96), (33, odd)):
+            yield (f"int{bits} {n_out}x{n_in}",
+                   dict(bits=bits, n_out=n_out, n_in=n_in, norm=n_out % 2 == 1))
+        for M in (2, 3, 5, 8):
+            yield (f"int{bits} {M} rows", dict(bits=bits, n_out=20, n_in=288, M=M, bias=M == 5,
+                                               residual=M % 2 == 1, norm=M == 3))
         for activation in matvec.FUSED_ACTIVATIONS:
-            yield (f"int{bits} {activation}", dict(bits=bits, n_out=12, n_in=256, norm=True, bias=True,
-                                                   activation=activation))
+            yield (f"int{bits} {activation}", dict(bits=bits, n_out=12, n_in=256, norm=True,
+                                                   bias=True, activation=activation))
         yield f"int{bits} gated, 3 rows", dict(bits=bits, n_out=9, n_in=128, M=3, activation="silu")
         yield f"int{bits} experts", dict(bits=bits, n_out=20, n_in=288, M=2, n_expert=3, share=2,
                                          activation="silu", norm=True, bias=True)
-        yield f"int{bits} experts, parts of a matrix", dict(bits=bits, n_out=16, n_in=160, M=3, n_expert=4,
-                                                            stacked=True)
-        yield f"int{bits} fp32 scales", dict(bits=bits, n_out=16, n_in=64, scale_dtype=torch.float32)
+        yield (f"int{bits} experts, parts of a matrix",
+               dict(bits=bits, n_out=16, n_in=160, M=3, n_expert=4, stacked=True))
+        yield (f"int{bits} fp32 scales",
+               dict(bits=bits, n_out=16, n_in=64, scale_dtype=torch.float32))
         yield f"int{bits} several tiles", dict(bits=bits, n_out=200, n_in=128, residual=True)
     for group in (64, 96, 128, 256, 768):
         yield f"int4 groups of {group}", dict(bits=4, n_out=16, n_in=768, group=group, norm=True)
@@ -160,7 +162,8 @@ def number_faults() -> list[tuple[str, ExitStack, dict]]:
 def main_numbers(only: str = "") -> list[tuple[str, bool, str]]:
     lines = judge_each(((f"plain: {name}", partial(judge, **how)) for name, how in cases()), only)
     with Emulated():
-        lines += judge_each(((f"mma: {name}", partial(judge, **how)) for name, how in cases()), only)
+        lines += judge_each(((f"mma: {name}", partial(judge, **how)) for name, how in cases()),
+                            only)
     for name, fault, how in number_faults():
         with fault:
             lines += judge_each([(f"seen: {name}", lambda how=how: seen(*judge(**how)))], only)
@@ -177,7 +180,7 @@ def seen(ok: bool, text: str) -> tuple[bool, str]:
 class Product:
     """A launch of _product, as machine code."""
 
-    code: sass.Code
+    code: sass.Code                                # instructions: of a warp, on average
     weights: int                                   # of all programs
     programs: int
     threads: int                                   # of a program
@@ -209,21 +212,39 @@ def read(launch, n_sm: int, known: dict) -> Product:
     threads = 32 * args["W"]
     resident = REGISTERS // (-(-code.registers // 8) * 8 * threads)
     on_each = min(resident, -(-programs // n_sm))
-    return Product(code, weights, programs, threads, instructions * threads * programs / weights, resident,
+    per_weight = instructions * threads * programs / weights
+    code = replace(code, instructions=round(instructions))
+    return Product(code, weights, programs, threads, per_weight, resident,
                    on_each * args["W"] * args["C"] * 1024)
 
 
-def early_faults(kernel) -> list[str]:
-    """What a program does before the launch before it has ended, other than reading weights."""
+def early_faults(kernel, name: str = "_product") -> list[str]:
+    """What a program does while the launch before it may still run, other than reading weights."""
     before, wait, _ = kernel.asm["ptx"].partition("griddepcontrol.wait")
     if not wait:
         return ["no wait for the launch before"]
-    loads = re.findall(r"ld\.global\S*", before)
-    wrong = [] if loads else ["no weights are loaded before the wait"]
-    if re.search(r"(st|red|atom)\.global", before):
-        wrong.append("stores before the wait")
-    sources = set(re.findall(r"ld\.param\.b64\s+%\w+, \[_product_param_(\d+)\]", before))
-    return wrong if len(sources) else [*wrong, "no pointer is read"]
+    wrong = ["stores before the wait"] if re.search(r"(st|red|atom)\.global", before) else []
+    known = [arg for arg, kind in kernel.src.signature.items() if kind != "constexpr"]
+    sources = {}                                   # register -> what it is computed from
+    for line in before.splitlines():
+        if m := re.match(r"\s*(?:@\S+\s+)?(\S+)\s+(\{[^}]*\}|%\w+),\s*(.*);", line):
+            for target in re.findall(r"%\w+", m[2]):
+                sources.setdefault(target, []).extend(re.findall(r"%\w+|_param_\d+", m[3]))
+    loads = re.findall(r"ld\.global\S*\s+(?:\{[^}]*\}|%\w+),\s*\[\s*(%\w+)", before)
+    read = set()
+    for register in loads:
+        todo, reached = [register], set()
+        while todo:
+            if (at := todo.pop()) not in reached:
+                reached.add(at)
+                todo += sources.get(at, [])
+        read |= {known[int(at[7:])] for at in reached if at.startswith("_param_")
+                 and kernel.src.signature[known[int(at[7:])]].startswith("*")}
+    if not loads:
+        wrong.append("no weights are loaded before the wait")
+    if read - {"weight", "scales"}:
+        wrong.append(f"{', '.join(sorted(read))} read before the wait")
+    return wrong
 
 
 def layouts_are_lanes(kernel) -> bool:
@@ -233,3 +254,79 @@ def layouts_are_lanes(kernel) -> bool:
     used |= set(re.findall(r"elementwise_inline_asm[^\n]*-> tensor<\d+x\w+, (#\w+)>", text))
     kinds = [re.search(rf"{name} = (.*)", text)[1] for name in used]
     return bool(kinds) and all("sizePerThread = [1], threadsPerWarp = [32]" in k for k in kinds)
+
+
+def launched(name: str, bits: int, M: int = 1, group: int = 32):
+    """A launch of _product at a shape of Llama-3.1-8B, as a layer has it."""
+    n_out, n_in, gated = SHAPES[name]
+    n_row = n_out * (2 if gated else 1)
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(*shape, dtype=dtype, device="cuda")
+    weight = empty(n_row, n_in * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    scales = empty(n_row) if bits == 8 else empty(n_row, n_in // group, 2)
+    has_norm = name in ("qkv", "gate, up")
+    norm = empty(n_in, dtype=torch.float32) if has_norm else None
+    residual = None if has_norm else empty(M, n_out)
+    device.LAUNCHES.clear()
+    matvec.matvec(empty(M, n_in), weight, scales, None, None, norm, 1e-5, residual,
+                  "silu" if gated else "")
+    return device.LAUNCHES[-1]
+
+
+def look_at(name: str, bits: int, M: int, group: int, known: dict) -> tuple[bool, str]:
+    launch = launched(name, bits, M, group)
+    n_sm = torch.cuda.get_device_properties(0).multi_processor_count
+    product = read(launch, n_sm, known)
+    kernel, wrong = next(reversed(known.values()))[0], []
+    if product.code.spilled:
+        wrong.append(f"{product.code.spilled} bytes spilled")
+    if product.per_weight > (MOST_INSTRUCTIONS if M == 1 else MOST_OF_FIVE):
+        wrong.append("too many instructions")
+    if not layouts_are_lanes(kernel):
+        wrong.append("mma's operands are not laid out by lanes")
+    if not any(load.endswith(".128") for load in product.code.loads):
+        wrong.append(f"loads of {dict(product.code.loads)}")
+    if torch.cuda.get_device_capability() >= (9, 0):
+        wrong += early_faults(kernel)
+    args = named(launch)
+    if product.resident < 2 and args["one_tile"]:
+        wrong.append("one program on a multiprocessor, and no loads carried over")
+    text = (f"{product.per_weight:.2f} instructions a weight, {product.code.registers} registers, "
+            f"{args['W']} warps x {args['C']} chunks, {product.programs} programs, "
+            f"{product.resident} on a multiprocessor, {product.in_flight >> 10} KiB of weights on "
+            "their way")
+    return not wrong, "; ".join([text, *wrong])
+
+
+def main_code(only: str = "") -> list[tuple[str, bool, str]]:
+    device.install(keep_arguments=True)
+    known, checks = {}, []
+    large = "gate, up", "down"
+    for bits, group, M, names in ((4, 32, 1, SHAPES), (8, 32, 1, SHAPES), (4, 128, 1, large[:1]),
+                                  (4, 32, 5, large), (8, 32, 5, large)):
+        for name in names:
+            label = f"int8 {name}" if bits == 8 else f"int4-g{group} {name}"
+            checks.append((f"{label}, {M} rows", partial(look_at, name, bits, M, group, known)))
+    checks.append(("a missing wait is seen", missing_wait_is_seen))
+    return judge_each(checks, only, f"sm_{os.environ['HOLLOW_SM']} ")
+
+
+def missing_wait_is_seen() -> tuple[bool, str]:
+    import triton
+
+    from gpt_faster.kernels.cuda import triton_quantized
+    if torch.cuda.get_device_capability() < (9, 0):
+        return True, "launches do not overlap here"
+
+    @triton.jit
+    def no_wait():
+        pass
+    launch, kernel = launched("out", 8), triton_quantized._product
+    with patch.object(triton_quantized, "gdc_wait", no_wait):
+        kernel.hash = None                         # of its source and what that calls
+        kernel.device_caches.clear()
+        wrong = early_faults(device.compile_launch(launch))
+    kernel.hash = None
+    kernel.device_caches.clear()
+    return bool(wrong), "; ".join(wrong)

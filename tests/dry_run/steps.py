@@ -17,6 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 from checkpoint import tensor_shapes
 from dry_run import device, sass
+from dry_run import products as products_of_codes
 from generate import decode_one_token
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.formats.known_shapes import random_checkpoint
@@ -95,15 +96,18 @@ def named(launch) -> dict:
 
 
 def bytes_read(launch) -> int:
-    """Of weights, by a launch of _matvec."""
+    """Of weights, by a launch of _matvec or _product."""
     args = named(launch)
-    tensors = [args[name] for name in ("weight", "scales", "zeros") if args[name] is not None]
+    tensors = [args[name] for name in ("weight", "scales") if args.get(name) is not None]
     n = sum(t.numel() * t.element_size() for t in tensors)
     return n if args["ids"] is None else n // args["weight"].shape[0] * launch.grid[1]
 
 
 def read_code(launch, known: dict) -> sass.Code:
-    """The machine code of a launch of _matvec; of the same kernel only once."""
+    """The machine code of a launch of _matvec or _product; of the same kernel only once."""
+    if launch.name == "_product":
+        n_sm = torch.cuda.get_device_properties(0).multi_processor_count
+        return products_of_codes.read(launch, n_sm, known).code
     constants = tuple(v if isinstance(v, int | float | str) else v is None
                       for v in launch.arguments)
     if constants not in known:
@@ -163,21 +167,23 @@ def look_at(sm: int, name: str, scheme: str, known: dict) -> Step:
     if per_layer > MOST_LAUNCHES.get(name, 20):
         wrong.append(f"more than {MOST_LAUNCHES.get(name, 20)} launches a layer")
     slowest = next(gpu for gpu in GPUS.values() if gpu.sm == sm)   # of memory
-    products = [launch for launch in launches if launch.name == "_matvec"]
+    products = [launch for launch in launches if launch.name in ("_matvec", "_product")]
     codes = [read_code(launch, known) for launch in products]
     for launch, kernel in zip(products, codes):
         args = named(launch)
-        bits = {torch.uint8: 4, torch.int16: 4, torch.int8: 8}.get(args["weight"].dtype, 16)
+        bits = args.get("bits", 16)
+        least, step = args.get("R"), 8 * args.get("T", 0)      # loads at once, columns in turn
+        if bits < 16:
+            least, step = 2 * args["C"], args["W"] * args["C"] * 512 // bits
         label = f"{args['n_out']}x{args['n_in']} {bits} bits"
         if kernel.spilled:
             wrong.append(f"{label}: {kernel.spilled} bytes spilled")
         weights = {load: n for load, n in kernel.loads.items() if ".EF" in load}
-        if not weights.get(WIDEST, 0) >= args["R"]:
+        if not weights.get(WIDEST, 0) >= least:
             wrong.append(f"{label}: loads of {weights}")
         if kernel.shared > SUMS:
             wrong.append(f"{label}: {kernel.shared} bytes shared")
         by_bytes, by_instructions = seconds_of(slowest, launch, kernel)
-        step = 8 * (16 // bits) * args["T"]
         idle = math.ceil(args["n_in"] / step) * step / args["n_in"]    # 1.5 with 11008 in int4
         if by_instructions > MOST_ISSUE * idle * by_bytes:
             wrong.append(f"{label}: bound by instructions, {by_instructions / by_bytes:.2f}")

@@ -22,6 +22,7 @@ from gpt_faster.kernels.cuda.triton_matvec import activated, expert_distance, la
 ROUND = tl.constexpr(12582912.0)                   # 1.5 x 2^23: adding it rounds to an integer
 LEAST = tl.constexpr(1e-30)                        # for a block of zeros
 FLIP = tl.constexpr(-0x7F7F7F80)                   # 0x80808080: bytes 0 to 255 -> -128 to 127
+REGISTERS = 65536                                  # of a multiprocessor
 DIGIT_WORDS = {4: 16, 8: 24}                       # of 32 bits, for a block of columns
 
 
@@ -53,10 +54,11 @@ def _eight(t, T: tl.constexpr):
 
 
 @triton.jit
-def _word(a, b, c, d, byte: tl.constexpr, flip: tl.constexpr):
-    """A byte of each of four integers, as one word of 32 bits."""
-    a, b, c, d = a >> 8 * byte, b >> 8 * byte, c >> 8 * byte, d >> 8 * byte
-    return (a & 255 | (b & 255) << 8 | (c & 255) << 16 | d << 24) ^ flip
+def _two_words(a, b, c, d):
+    """Four integers -> their second-lowest bytes as one word, and their lowest, minus 128."""
+    even, odd = a & 0xFFFF | c << 16, b & 0xFFFF | d << 16
+    return (even >> 8 & 0xFF00FF | odd & -0xFF0100,
+            (even & 0xFF00FF | odd << 8 & -0xFF0100) ^ FLIP)
 
 
 @triton.jit
@@ -84,11 +86,16 @@ def write_digits(x, norm, digits, powers, m, eps, n_in: tl.constexpr, n_read: tl
     top = tl.zeros([T], tl.float32) + LEAST
     for k in tl.static_range(n_step):
         c = k * 8 * T + column
-        is_in = c < n_in
-        part = tl.load(x + c, is_in, 0).to(tl.float32)
+        if (k + 1) * 8 * T > n_in:
+            part = tl.load(x + c, c < n_in, 0).to(tl.float32)
+        else:
+            part = tl.load(x + c).to(tl.float32)
         if norm is not None:
             squares += tl.sum(part * part, 1)
-            part *= tl.load(norm + c, is_in, 0)
+            if (k + 1) * 8 * T > n_in:
+                part *= tl.load(norm + c, c < n_in, 0)
+            else:
+                part *= tl.load(norm + c)
         parts = parts + (part,)
         if bits == 8:
             top = _nan_max(top, tl.reduce(tl.abs(part), 1, _nan_max))
@@ -112,20 +119,23 @@ def write_digits(x, norm, digits, powers, m, eps, n_in: tl.constexpr, n_read: tl
             r0, r1, r2, r3, r4, r5, r6, r7 = _eight(r, T)
             at = digits + (m * row_words + k * T * 4 + i // 4 * 16 + i % 4 * 2)
             at = at[:, None] + two
-            tl.store(at, tl.join(_word(r0, r2, r4, r6, 1, 0), _word(r1, r3, r5, r7, 1, 0)))
-            tl.store(at + 8, tl.join(_word(r0, r2, r4, r6, 0, FLIP),
-                                     _word(r1, r3, r5, r7, 0, FLIP)))
+            first, second = _two_words(r0, r2, r4, r6)
+            first_odd, second_odd = _two_words(r1, r3, r5, r7)
+            tl.store(at, tl.join(first, first_odd))
+            tl.store(at + 8, tl.join(second, second_odd))
         else:
             r = parts[k] * (4128768.0 / top) + (ROUND + 32896)
             r = r.to(tl.int32, bitcast=True) - 0x4B400000
             r0, r1, r2, r3, r4, r5, r6, r7 = _eight(r, T)
             at = digits + (m // 2 * row_words + m % 2 * 12 + k * T * 12 + i // 2 * 24 + i % 2 * 2)
             at = at[:, None] + two
-            tl.store(at, tl.join(_word(r0, r1, r2, r3, 2, 0), _word(r4, r5, r6, r7, 2, 0)))
-            tl.store(at + 4, tl.join(_word(r0, r1, r2, r3, 1, FLIP),
-                                     _word(r4, r5, r6, r7, 1, FLIP)))
-            tl.store(at + 8, tl.join(_word(r0, r1, r2, r3, 0, FLIP),
-                                     _word(r4, r5, r6, r7, 0, FLIP)))
+            second, third = _two_words(r0, r1, r2, r3)
+            second_4, third_4 = _two_words(r4, r5, r6, r7)
+            first, _ = _two_words(r0 >> 8, r1 >> 8, r2 >> 8, r3 >> 8)
+            first_4, _ = _two_words(r4 >> 8, r5 >> 8, r6 >> 8, r7 >> 8)
+            tl.store(at, tl.join(first, first_4))
+            tl.store(at + 4, tl.join(second ^ FLIP, second_4 ^ FLIP))
+            tl.store(at + 8, tl.join(third, third_4))
 
 
 @triton.jit
@@ -459,18 +469,23 @@ def has_mma(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def plan(n_tile: int, n_y: int, n_in: int, bits: int, n_sm: int) -> tuple[int, int, int]:
-    """-> warps of a program, chunks of a warp at once, programs of each row of y.
+def plan(n_tile: int, n_y: int, n_in: int, bits: int, n_sm: int,
+         M: int) -> tuple[int, int, int, int]:
+    """-> warps of a program, chunks of a warp at once, programs of each row of y, registers.
 
-    Most often a program has one tile, all of whose weights are asked for at once, or eight warps
-    whose loads run ahead; 16 warps a multiprocessor. From machine code: docs/gpu.md.
+    Most often a program has one tile, most of whose weights are asked for at once, or eight warps
+    whose loads run ahead. From machine code: docs/gpu.md.
     """
     n_chunk = triton.cdiv(n_in * bits, 512)        # of four blocks
-    W = 4 if n_tile * n_y <= 4 * n_sm and n_in <= 8192 else 8 if n_in <= 16384 else 16
+    n_warp = 16 if M == 1 else 8                   # of a multiprocessor; sums need registers
+    W = 4 if n_tile * n_y <= n_warp // 4 * n_sm and n_in <= 8192 else 8 if n_in <= 16384 else 16
     if n_tile * n_y <= n_sm and n_chunk > 8 * W and W < 16:
         W *= 2
     C = min((4, 3, 2, 1), key=lambda c: triton.cdiv(n_chunk, W * c) * c)    # least beyond the row
-    return W, C, min(n_tile, triton.cdiv(16 * n_sm // W, n_y))
+    n_program = min(n_tile, max(1, triton.cdiv(max(n_warp, W) * n_sm // W, n_y)))
+    n_resident = min(max(n_warp, W) // W, triton.cdiv(n_program * n_y, n_sm))
+    registers = min(255, REGISTERS // (32 * W * n_resident) // 8 * 8)
+    return W, C, n_program, registers
 
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, norm: Tensor | None,
@@ -489,7 +504,7 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, norm:
     n_y = len(y) if ids is not None else 1
     n_sm, pdl = launch_options(x.device)
     n_tile = triton.cdiv(n_out, 8 if activation else 16)
-    W, C, n_program = plan(n_tile, n_y, n_in, bits, n_sm)
+    W, C, n_program, registers = plan(n_tile, n_y, n_in, bits, n_sm, M)
     columns = W * C * 512 // bits                  # of a segment
     n_read = triton.cdiv(n_in, columns) * columns
     T = 32 * W if M == 1 else 256                  # threads that write digits
@@ -499,7 +514,7 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, norm:
     powers = torch.empty(n_copy, row_words // 8 if bits == 4 else 1, dtype=torch.float32,
                          device=x.device)
     expert_rows = n_row if ids is None else expert_distance(weight, scales, bias)
-    options = pdl | ({"maxnreg": 128} if has_mma(x.device) else {})
+    options = pdl | ({"maxnreg": registers} if has_mma(x.device) else {})
     if M > 1:
         _digits[(M,)](x, norm, digits, powers, eps, n_in, n_read, row_words, bits, T, bool(pdl),
                       num_warps=T // 32, **pdl)
