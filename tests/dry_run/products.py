@@ -159,11 +159,28 @@ def number_faults() -> list[tuple[str, ExitStack, dict]]:
             ("the next group's scale", rolled, int4)]
 
 
+def non_finite(bits: int) -> tuple[bool, str]:
+    """NaN and infinity in a row of x: none of its outputs is finite, all of the other row's are."""
+    leaves = (quantize.Int4(32) if bits == 4 else quantize.Int8()).quantize(torch.randn(16, 64))
+    weights = [leaves.get(name) for name in quantize.LEAVES]
+    wrong = []
+    for value in (torch.nan, torch.inf, -torch.inf):
+        x = torch.randn(2, 64)
+        x[0, 5] = value
+        y = matvec.matvec(x, *weights)
+        alone = matvec.matvec(x[:1], *weights)
+        if y[0].isfinite().any() or alone.isfinite().any() or not y[1].isfinite().all():
+            wrong.append(str(value))
+    return not wrong, f"finite for {', '.join(wrong)}" if wrong else "as x is"
+
+
 def main_numbers(only: str = "") -> list[tuple[str, bool, str]]:
     lines = judge_each(((f"plain: {name}", partial(judge, **how)) for name, how in cases()), only)
     with Emulated():
         lines += judge_each(((f"mma: {name}", partial(judge, **how)) for name, how in cases()),
                             only)
+        lines += judge_each(((f"int{bits} not finite", partial(non_finite, bits))
+                             for bits in (4, 8)), only)
     for name, fault, how in number_faults():
         with fault:
             lines += judge_each([(f"seen: {name}", lambda how=how: seen(*judge(**how)))], only)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from gpt_faster.kernels.cuda import mma
+from gpt_faster.kernels.cuda import mma, triton_matvec
 from gpt_faster.kernels.cuda.triton_matvec import activated, expert_distance, launch_options
 
 ROUND = tl.constexpr(12582912.0)                   # 1.5 x 2^23: adding it rounds to an integer
@@ -517,10 +517,10 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, norm:
     options = pdl | ({"maxnreg": registers} if has_mma(x.device) else {})
     if M > 1:
         _digits[(M,)](x, norm, digits, powers, eps, n_in, n_read, row_words, bits, T, bool(pdl),
-                      num_warps=T // 32, **pdl)
+                      num_warps=T // triton_matvec.WARP, **pdl)
     _product[n_program, n_y](
         x, norm if M == 1 else None, weight.view(torch.int32), scales, bias, residual, ids, y,
         digits, powers, eps, share, expert_rows, n_in, n_out, group, bits, activation, M, W, C,
-        row_words, M == 1, n_program == n_tile, has_mma(x.device), bool(pdl), num_warps=W,
-        num_stages=1, **options)
+        row_words, M == 1, n_program == n_tile, has_mma(x.device), bool(pdl),
+        num_warps=32 * W // triton_matvec.WARP, num_stages=1, **options)
     return y
