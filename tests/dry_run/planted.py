@@ -118,7 +118,8 @@ def main_numbers() -> list:
         with numbers.on_a_gpu(), ExitStack() as stack:
             for p in patches:
                 stack.enter_context(p)
-            results.append(report(name, *numbers.judge(numbers.MOST, **arguments)))
+            most = numbers.SCHEMES.get(arguments.get("mode"), (None, numbers.MOST))[1]
+            results.append(report(name, *numbers.judge(most, **arguments)))
     return results
 
 

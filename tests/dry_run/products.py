@@ -8,7 +8,7 @@ a time: instructions a weight, registers, programs on a multiprocessor, bytes on
 
 import os
 import re
-from contextlib import ExitStack
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from unittest.mock import patch
@@ -105,22 +105,23 @@ def judge(bits: int, **arguments) -> tuple[bool, str]:
     return worst <= gated * most, f"{worst:.1e}"
 
 
-class Emulated(ExitStack):
-    """Within, the interpreter runs mma by ptx.py. `texts`: other PTX."""
+@contextmanager
+def emulated(texts=None, launch=None):
+    """Within, the interpreter runs mma by ptx.py. texts: other PTX; launch: for matvec's operator.
+    """
+    from gpt_faster.kernels.cuda import mma, triton_quantized
+    texts = texts or (mma.INT4, mma.INT8)
 
-    def __init__(self, texts=None):
-        super().__init__()
-        from gpt_faster.kernels.cuda import mma, triton_quantized
-        texts = texts or (mma.INT4, mma.INT8)
+    def dots(w, v, low, high, T):
+        return as_triton(ptx.run(texts[0], registers(w, v, low, high), 2), torch.float32)
 
-        def dots(w, v, low, high, T):
-            return as_triton(ptx.run(texts[0], registers(w, v, low, high), 2), torch.float32)
-
-        def sums(w, v, f, c, T):
-            return as_triton(ptx.run(texts[1], registers(w, v, f, *c), 4), torch.int32)
-        for name, new in (("_mma_int4_dots", dots), ("_mma_int8_sums", sums),
-                          ("has_mma", lambda device: True)):
-            self.enter_context(patch.object(triton_quantized, name, new))
+    def sums(w, v, f, c, T):
+        return as_triton(ptx.run(texts[1], registers(w, v, f, *c), 4), torch.int32)
+    with (patch.object(triton_quantized, "_mma_int4_dots", dots),
+          patch.object(triton_quantized, "_mma_int8_sums", sums),
+          patch.object(triton_quantized, "has_mma", lambda device: True),
+          patch.object(matvec, "_matvec", launch or matvec._matvec)):
+        yield
 
 
 def registers(*tensors) -> list:
@@ -141,22 +142,18 @@ def as_triton(values: list, dtype: torch.dtype) -> tuple:
     return tuple(tl.tensor(TensorHandle(v, kind), tl.block_type(kind, [v.size])) for v in flat)
 
 
-def number_faults() -> list[tuple[str, ExitStack, dict]]:
+def number_faults() -> list[tuple[str, dict, dict]]:
+    """-> name, arguments of emulated() and of judge()."""
     from gpt_faster.kernels.cuda import mma
-    int4 = dict(bits=4, n_out=16, n_in=256)
-    launch = matvec._matvec
+    small, launch = dict(n_out=16, n_in=256), matvec._matvec
 
     def next_group(x, weight, scales, *rest):
         return launch(x, weight, scales.roll(1, -2), *rest)
-    rolled = ExitStack()
-    rolled.enter_context(Emulated())
-    rolled.enter_context(patch.object(matvec, "_matvec", next_group))
-    return [("fragments of A exchanged",
-             Emulated((mma.INT4.replace("{a0,a1,a2,a3}", "{a0,a2,a1,a3}"), mma.INT8)), int4),
-            ("a word of x in another's place",
-             Emulated((mma.INT4, mma.INT8.replace("{$12,$13}", "{$13,$12}"))),
-             dict(bits=8, n_out=16, n_in=256)),
-            ("the next group's scale", rolled, int4)]
+    exchanged = mma.INT4.replace("{a0,a1,a2,a3}", "{a0,a2,a1,a3}"), mma.INT8
+    moved = mma.INT4, mma.INT8.replace("{$12,$13}", "{$13,$12}")
+    return [("fragments of A exchanged", dict(texts=exchanged), dict(bits=4, **small)),
+            ("a word of x in another's place", dict(texts=moved), dict(bits=8, **small)),
+            ("the next group's scale", dict(launch=next_group), dict(bits=4, **small))]
 
 
 def non_finite(bits: int) -> tuple[bool, str]:
@@ -176,13 +173,13 @@ def non_finite(bits: int) -> tuple[bool, str]:
 
 def main_numbers(only: str = "") -> list[tuple[str, bool, str]]:
     lines = judge_each(((f"plain: {name}", partial(judge, **how)) for name, how in cases()), only)
-    with Emulated():
+    with emulated():
         lines += judge_each(((f"mma: {name}", partial(judge, **how)) for name, how in cases()),
                             only)
         lines += judge_each(((f"int{bits} not finite", partial(non_finite, bits))
                              for bits in (4, 8)), only)
     for name, fault, how in number_faults():
-        with fault:
+        with emulated(**fault):
             lines += judge_each([(f"seen: {name}", lambda how=how: seen(*judge(**how)))], only)
     return lines
 

@@ -10,6 +10,8 @@ mma (AMD, Triton's interpreter) a lane multiplies its block itself. Imported on 
     y = launch(x, weight, scales, None, norm.weight, 1e-5, None, "silu", None, 1)
 """
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -466,7 +468,8 @@ def _product(x, norm, weight, scales, bias, residual, ids, y, digits, powers, ep
 
 
 def has_mma(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+    is_interpreted = os.environ.get("TRITON_INTERPRET")
+    return device.type == "cuda" and torch.version.hip is None and not is_interpreted
 
 
 def plan(n_tile: int, n_y: int, n_in: int, bits: int, n_sm: int,
