@@ -54,14 +54,17 @@ def test_kernels_are_those_that_the_gpu_has(gpu):
 
 @pytest.mark.parametrize("scheme", [quantize.Int8(), quantize.Int4(32)])
 def test_codes_lie_as_on_disk(scheme):
-    """No second layout: the kernels read the bytes of the file, and so do prompts."""
+    """The kernels read the codes of the file, and so do prompts; int4's scales and zeros interleaved."""
     parts = scheme.quantize(torch.randn(24, 96))
     leaves = [parts.get(leaf) for leaf in quantize.LEAVES]
     kernel = kernels.INT8_CUDA if leaves[2] is None else kernels.INT4_CUDA
-    assert all(a is b for a, b in zip(kernel.pack(*leaves), leaves))
+    packed = kernel.pack(*leaves)
+    assert packed[0] is leaves[0] and packed[2] is None
     x = torch.randn(5, 96)
-    assert torch.equal(kernel.product(x, *leaves), quantize.product(x, *leaves))
-    assert torch.equal(matvec.matvec(x, *leaves), quantize.product(x, *leaves))
+    for tensors in (leaves, packed):
+        assert torch.equal(kernel.product(x, *tensors), quantize.product(x, *leaves))
+        assert torch.equal(matvec.matvec(x, *tensors), quantize.product(x, *leaves))
+        assert torch.equal(kernel.dequantize(*tensors, torch.float32), quantize.dequantize(*leaves, torch.float32))
     if leaves[2] is None:
         ids = torch.tensor([[3, 0], [23, 3]])
         assert torch.equal(kernel.rows(leaves[0], ids), leaves[0][ids])

@@ -124,7 +124,7 @@ class PackedExpertLinear(PackedLinear):
         if x.device.type == "cpu" or ends is None:
             y = packed_rows(x, ids, self.tensors(), self.kernel, self.shape[1])
         else:
-            y = grouped_mm(x, dequantize(*self.tensors(), x.dtype), ends)
+            y = grouped_mm(x, self.kernel.dequantize(*self.tensors(), x.dtype), ends)
         return y if self.bias is None else y + self.bias[ids]
 
 

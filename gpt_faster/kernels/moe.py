@@ -16,7 +16,6 @@ from gpt_faster.kernels.plain import PLAIN, Kernel
 from gpt_faster.kernels.torch_internals import is_compiling
 from gpt_faster.layers.moe import RoutedMoE
 from model import ExpertLinear, MoE
-from quantize import dequantize
 
 KERNELS = {kernel.name: kernel for kernel in (PLAIN, INT8_CPU, INT4_CPU)}
 
@@ -55,7 +54,7 @@ def packed_rows(x: Tensor, ids: Tensor, tensors: tuple, kernel: Kernel, n_out: i
     if is_compiling() and kernel is not PLAIN:
         return matvec(x, *tensors, ids=ids)
     weight, scales, zeros = (t if t is None else t[ids] for t in tensors)
-    w = dequantize(weight, scales, zeros, torch.float32)
+    w = kernel.dequantize(weight, scales, zeros, torch.float32)
     return (w * x[:, None].float()).sum(-1).to(x.dtype)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from quantize import product
+from quantize import dequantize, product
 
 
 class Kernel(NamedTuple):
@@ -19,12 +19,14 @@ class Kernel(NamedTuple):
 
     rows: for a head that is also the embedding. Packed weight, ids [...] -> these rows in the
     layout on disk [..., in], possibly padded at the end.
+    dequantize: packed tensors, dtype -> [..., out, in]; not of the CPU's layouts.
     """
 
     name: str
     product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     pack: Callable = lambda weight, scales, zeros: (weight, scales, zeros)
     rows: Callable[[Tensor, Tensor], Tensor] = lambda weight, ids: weight[ids]
+    dequantize: Callable = dequantize
 
     def __deepcopy__(self, memo):                  # copies of a module share its kernel
         return self

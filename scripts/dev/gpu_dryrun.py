@@ -17,14 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts"), str(ROOT)]
 
 from dry_run import build  # noqa: E402
 
 GENERATIONS = (75, 80, 90)
 # compute capabilities of each part; 0: Triton's interpreter on a CPU, no stub runtime
 PARTS = {"steps": (80, 90), "numbers": (0,), "generated": (75, 80), "loops": GENERATIONS,
-         "planted": (0, 80), "check": (90,), "amd": (80,), "gpt_fast": (80, 90)}
+         "planted": (0, 80), "products": (0, 80, 90), "check": (90,), "amd": (80,),
+         "gpt_fast": (80, 90)}
 
 
 def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str, bool, str]]:
@@ -39,6 +40,9 @@ def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str
     if name == "planted":
         from dry_run import planted
         return planted.main_loops() if sm else planted.main_numbers()
+    if name == "products":
+        from dry_run import products
+        return products.main_code(match) if sm else products.main_numbers(match)
     if name == "check":
         from dry_run import checks
         return checks.main()

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from dry_run import device
-from gpt_faster.kernels.cuda import triton_matvec
+from gpt_faster.kernels.cuda import matvec, triton_matvec, triton_quantized
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -21,12 +21,12 @@ def empty(*shape, dtype=torch.bfloat16):
 
 def launch_each() -> None:
     """Products of 8, 4 and no bits, and attention, at Llama-3.1-8B's shapes."""
-    from gpt_faster.kernels.cuda import triton_attention, triton_matvec
+    from gpt_faster.kernels.cuda import triton_attention
     x, norm = empty(1, 4096), empty(4096, dtype=torch.float32)
-    int8 = empty(6144, 4096, dtype=torch.int8), empty(6144), None
-    int4 = empty(6144, 2048, dtype=torch.uint8), empty(6144, 128), empty(6144, 128)
-    for weights in ((empty(6144, 4096), None, None), int8, int4):
-        triton_matvec.launch(x, *weights, None, norm, 1e-5, None, "", None, 1)
+    int8 = empty(6144, 4096, dtype=torch.int8), empty(6144)
+    int4 = empty(6144, 2048, dtype=torch.uint8), empty(6144, 128, 2)
+    for weights in ((empty(6144, 4096), None), int8, int4):
+        matvec.matvec(x, *weights, norm=norm, eps=1e-5)
     cache = empty(1, 8, 4096, 128)
     angles = empty(1, 64, dtype=torch.float32)
     triton_attention.launch(
@@ -38,6 +38,7 @@ def launch_each() -> None:
 def main() -> list[tuple[str, bool, str]]:
     device.install(keep_arguments=True)
     triton_matvec.WARP = 64
+    triton_quantized.has_mma = lambda device: False
     launch_each()
     hollow = driver.active
     hollow.__class__.get_current_target = lambda self: GPUTarget("hip", "gfx942", 64)

@@ -36,7 +36,8 @@ DRAWS = {"top k": [SamplingParams(temperature=0.8, top_k=200)], "of all": [Sampl
          "a hot top k": [SamplingParams(temperature=9.0, top_k=3)], "min p": [HOT],
          "top p": [SamplingParams(top_p=0.3), SamplingParams(temperature=4.0, top_p=1e-6)],
          "rows": [SamplingParams(temperature=0), SamplingParams(top_k=50, temperature=2.0), HOT]}
-SCHEMES = {"int8": (dict(mode="int8"), 3e-4), "int4": (dict(mode="int4", groupsize=32), 1e-4)}
+# int4: the kernels have x in 16 bits, an error of 4e-5 a product
+SCHEMES = {"int8": (dict(mode="int8"), 3e-4), "int4": (dict(mode="int4", groupsize=32), 2e-3)}
 PRETENDERS = (fused_layer, linear, moe, cuda, samplers)
 
 

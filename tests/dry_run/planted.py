@@ -54,7 +54,7 @@ def number_faults() -> dict[str, tuple]:
         return attention(*args[:5], torch.ones_like(args[5]), *args[6:])
 
     def swapped(x, weight, scales, zeros, *rest):
-        weight = weight if zeros is None else weight >> 4 | weight << 4
+        weight = weight >> 4 | weight << 4 if weight.dtype == torch.uint8 else weight
         return matvec(x, weight, scales, zeros, *rest)
     return {
         "no mask": ([patch.object(fused_layer, "cached_attention", unmasked)],
@@ -118,7 +118,8 @@ def main_numbers() -> list:
         with numbers.on_a_gpu(), ExitStack() as stack:
             for p in patches:
                 stack.enter_context(p)
-            results.append(report(name, *numbers.judge(numbers.MOST, **arguments)))
+            most = numbers.SCHEMES.get(arguments.get("mode"), (None, numbers.MOST))[1]
+            results.append(report(name, *numbers.judge(most, **arguments)))
     return results
 
 

@@ -151,8 +151,9 @@ def matvec_weights_if_faster(linear: nn.Module, x: Tensor) -> tuple | None:
 def project(linear, x, norm, fusable: bool, activation: str = "", residual=None) -> Tensor:
     """linear(norm(x)), x [B, T, D], with an activation or a residual to add."""
     weights = matvec_weights_if_faster(linear, x)
-    if norm is not None and not (fusable and weights and x.shape[:-1].numel() == 1):
-        x, norm = norm(x), None                    # several rows: normalize once, not per program
+    once = x.shape[:-1].numel() == 1 or weights and weights[1] is not None
+    if norm is not None and not (fusable and weights and once):
+        x, norm = norm(x), None                    # several rows: not once per program
     if weights is None:
         y = linear(x)
         return y if residual is None else residual + y

@@ -23,7 +23,7 @@ from model import ExpertLinear, MoE
 
 
 def matvec_weights(linear: nn.Module) -> tuple | None:
-    """weight, scales and zeros for matvec(); None: matvec() does not support their layout."""
+    """matvec()'s weight, scales and zeros; None: it does not support their layout."""
     if isinstance(linear, nn.Linear | ExpertLinear):
         return linear.weight, None, None
     if isinstance(linear, PackedLinear) and linear.kernel in (INT8_CUDA, INT4_CUDA):
@@ -32,7 +32,7 @@ def matvec_weights(linear: nn.Module) -> tuple | None:
 
 
 class StackedGates:
-    """Gate and up of each expert as one matrix. tensors: weight [E, 2F, in], scales, zeros."""
+    """Gate and up of each expert as one matrix. tensors: weight [E, 2F, in], scales, None."""
 
     def __init__(self, tensors: list, bias: Tensor | None, activation: str):
         self.tensors, self.bias, self.activation = tensors, bias, activation

@@ -1,16 +1,23 @@
-"""Quantized matmul on a GPU, in the layout on disk: few rows by Triton, many by dequantizing.
+"""Quantized matmul on a GPU: few rows by Triton, many by dequantizing.
 
-    y = INT4_CUDA.product(x, weight, scales, zeros)
+Codes keep the layout on disk. int4's scale and zero of a group lie side by side in `scales`, so
+that a thread loads both at once; `zeros` is None.
+
+    tensors = INT4_CUDA.pack(weight, scales, zeros); y = INT4_CUDA.product(x, *tensors)
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt_faster.kernels.cuda.matvec import MAX_ROWS, matvec
+from gpt_faster.kernels.cuda.matvec import (
+    MAX_ROWS,
+    dequantize_interleaved,
+    interleaved,
+    matvec,
+)
 from gpt_faster.kernels.plain import Kernel
 from gpt_faster.kernels.torch_internals import is_compiling
-from quantize import dequantize
 
 MAX_PASSES = 4                                     # of MAX_ROWS rows: faster than dequantizing
 
@@ -31,5 +38,13 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = No
     return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
 
 
-INT8_CUDA = Kernel("int8 cuda", product)
-INT4_CUDA = Kernel("int4 cuda", product)
+def dequantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype) -> Tensor:
+    return dequantize_interleaved(weight, interleaved(weight, scales, zeros), dtype)
+
+
+def pack(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple:
+    return weight, interleaved(weight, scales, zeros), None
+
+
+INT8_CUDA = Kernel("int8 cuda", product, pack, dequantize=dequantize)
+INT4_CUDA = Kernel("int4 cuda", product, pack, dequantize=dequantize)
