@@ -21,6 +21,7 @@ BLOCK_KEYS = 64                                    # per block, fewer for wide h
 MAX_PROGRAMS = 256                                 # about two per multiprocessor
 MAX_SPLITS = 64
 MAX_PARTIALS = 64                                  # fp32 sums that a thread loads at once
+MIN_QUERIES = 16 if torch.version.hip else 8       # columns of a tile of the matrix cores
 
 
 @triton.jit
@@ -231,7 +232,7 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     K, n_slot, H = k_cache.shape[1:]
     N = width // H - 2 * K
     rows = triton.next_power_of_2(N // K * T)
-    Q = max(16 if torch.version.hip else 8, rows)  # tiles of the matrix cores
+    Q = max(MIN_QUERIES, rows)
     wide = max(32, triton.next_power_of_2(H))
     keys = max(16, BLOCK_KEYS * 256 // max(256, wide * qkv.element_size()))    # shared memory
     if rows > 64:                                  # registers
