@@ -23,9 +23,9 @@ from dry_run import build  # noqa: E402
 
 GENERATIONS = (75, 80, 90)
 # compute capabilities of each part; 0: Triton's interpreter on a CPU, no stub runtime
-PARTS = {"steps": (80, 90), "numbers": (0,), "generated": (75, 80), "loops": GENERATIONS,
-         "planted": (0, 80), "products": (0, 80, 90), "check": (90,), "amd": (80,),
-         "gpt_fast": (80, 90)}
+PARTS = {"steps": (80, 90), "attention": (0, 80, 90), "numbers": (0,), "generated": (75, 80),
+         "loops": GENERATIONS, "planted": (0, 80), "products": (0, 80, 90), "check": (90,),
+         "amd": (80,), "gpt_fast": (80, 90)}
 
 
 def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str, bool, str]]:
@@ -33,6 +33,9 @@ def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str
     if name == "numbers":
         from dry_run import numbers
         return numbers.main(match)
+    if name == "attention":
+        from dry_run import attention
+        return attention.main_code(sm, match) if sm else attention.main_numbers(match)
     if name == "generated":
         from dry_run import generated, planted
         faults = planted.main_generated if sm == 80 and match in "planted" else list

@@ -12,7 +12,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from dry_run import device
-from gpt_faster.kernels.cuda import matvec, triton_matvec, triton_quantized
+from gpt_faster.kernels.cuda import (
+    matvec,
+    triton_attention,
+    triton_matvec,
+    triton_quantized,
+)
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -21,7 +26,6 @@ def empty(*shape, dtype=torch.bfloat16):
 
 def launch_each() -> None:
     """Products of 8, 4 and no bits, and attention, at Llama-3.1-8B's shapes."""
-    from gpt_faster.kernels.cuda import triton_attention
     x, norm = empty(1, 4096), empty(4096, dtype=torch.float32)
     int8 = empty(6144, 4096, dtype=torch.int8), empty(6144)
     int4 = empty(6144, 2048, dtype=torch.uint8), empty(6144, 128, 2)
@@ -37,7 +41,7 @@ def launch_each() -> None:
 
 def main() -> list[tuple[str, bool, str]]:
     device.install(keep_arguments=True)
-    triton_matvec.WARP = 64
+    triton_matvec.WARP, triton_attention.MIN_QUERIES = 64, 16
     triton_quantized.has_mma = lambda device: False
     launch_each()
     hollow = driver.active

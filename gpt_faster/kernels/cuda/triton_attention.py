@@ -1,11 +1,12 @@
 """RoPE, cache update and attention of a few queries on a GPU, in Triton (flash decoding).
 
-The keys of a row and key head are split over programs; the last program to finish combines the
-partial results. Programs stop at the last key in use, read from device memory, so that one compiled
-step serves every length. New keys and values are written by the program whose split contains their
-slots; no other program reads these slots. Imported on a GPU only.
+The keys in use are split over programs; the last program to finish combines the partial results.
+How many splits have keys is read from device memory, so that one compiled step serves every length:
+the other programs of the grid leave at once. New keys and values never come from the cache: split 0
+takes them from qkv and stores them, and all programs ignore what their slots hold. Imported on a
+GPU only.
 
-    y = launch(qkv, cos, sin, mask, slot, k_cache, v_cache, arrivals, head_dim=128, scale=0.09)
+    y = launch(qkv, None, None, cos, sin, mask, slot, k_cache, v_cache, None, arrivals, scale, …)
 """
 
 import torch
@@ -19,133 +20,206 @@ from gpt_faster.kernels.cuda.triton_matvec import launch_options
 BLOCK_KEYS = 64                                    # per block, fewer for wide heads
 MAX_PROGRAMS = 256                                 # about two per multiprocessor
 MAX_SPLITS = 64
+MAX_PARTIALS = 64                                  # fp32 sums that a thread loads at once
+MIN_QUERIES = 16 if torch.version.hip else 8       # columns of a tile of the matrix cores
 
 
 @triton.jit
-def _norm_rope(x, offset, is_row, norm, eps, cos, sin, H: tl.constexpr, HALF: tl.constexpr):
-    """Heads at x + offset [n, 1] -> both halves [n, HALF], normalized and rotated, in x's dtype."""
-    kind = x.dtype.element_ty
-    h = tl.arange(0, HALF)[None, :]
-    is_h = is_row & (h < H // 2)
-    a = tl.load(x + offset + h, is_h, 0).to(tl.float32)
-    b = tl.load(x + offset + H // 2 + h, is_h, 0).to(tl.float32)
+def _load_heads(x, offset, is_row, norm, cos, sin, angle, H: tl.constexpr, WIDE: tl.constexpr):
+    """Heads at x + offset [n, 1], each element with its partner of RoPE, and what _rope() needs.
+
+    angle [n, 1]: where each row's cos and sin begin.
+    """
+    h = tl.arange(0, WIDE)[None, :]
+    is_first = h < H // 2
+    partner = tl.where(is_first, h + H // 2, h - H // 2)
+    turn = angle + tl.where(is_first, h, h - H // 2)
+    is_h = is_row & (h < H)
+    norms = (None, None)
     if norm is not None:
-        mean = (tl.sum(a * a, 1, keep_dims=True) + tl.sum(b * b, 1, keep_dims=True)) / H
-        inverse = tl.rsqrt(mean + eps)
-        a = a * inverse * tl.load(norm + h, h < H // 2, 0)
-        b = b * inverse * tl.load(norm + H // 2 + h, h < H // 2, 0)
-        a, b = a.to(kind).to(tl.float32), b.to(kind).to(tl.float32)
-    return (a * cos - b * sin).to(kind), (b * cos + a * sin).to(kind)
+        norms = (tl.load(norm + h, h < H, 0), tl.load(norm + partner, h < H, 0))
+    return (tl.load(x + offset + h, is_h, 0), tl.load(x + offset + partner, is_h, 0),
+            tl.load(cos + turn, is_h, 0), tl.load(sin + turn, is_h, 0), norms)
+
+
+@triton.jit
+def _rope(heads, eps, H: tl.constexpr, WIDE: tl.constexpr):
+    """_load_heads() -> heads [n, WIDE], normalized and rotated."""
+    a, b, cos, sin, norms = heads
+    kind = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if norms[0] is not None:
+        inverse = tl.rsqrt(tl.sum(a * a, 1, keep_dims=True) / H + eps)
+        a = (a * inverse * norms[0]).to(kind).to(tl.float32)
+        b = (b * inverse * norms[1]).to(kind).to(tl.float32)
+    is_first = tl.arange(0, WIDE)[None, :] < H // 2
+    return (a * cos + tl.where(is_first, -b, b) * sin).to(kind)
+
+
+@triton.jit
+def _attend(q, k, v, visible, scale, cap, row_max, row_sum, acc, precision: tl.constexpr):
+    """One block of keys: q [Q, WIDE], k v [S, WIDE], visible [S, Q] -> the state with it added.
+
+    Keys are the rows of both products: few queries are few columns.
+    """
+    score = tl.dot(k, q.T, input_precision=precision) * scale              # [S, Q]
+    if cap is not None:
+        score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)                # tanh
+    score = tl.where(visible, score, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(score, 0, keep_dims=True))        # [1, Q]
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)                # no visible key so far
+    prob = tl.exp(score - base)
+    rescale = tl.exp(row_max - base)
+    row_sum = row_sum * rescale + tl.sum(prob, 0, keep_dims=True)
+    acc = tl.dot(prob.to(v.dtype).T, v, acc * rescale.T, input_precision=precision)    # [Q, WIDE]
+    return new_max, row_sum, acc
+
+
+@triton.jit
+def _combine(partials, maxes, sums, first_split, n_active, N_ROW: tl.constexpr, R: tl.constexpr,
+             WIDE: tl.constexpr, AT: tl.constexpr):
+    """Add up n_active splits, AT at a time: all loads of a turn are in flight together.
+
+    -> the maxima and sums [1, R], acc [R, WIDE], R >= N_ROW queries.
+    """
+    r = tl.arange(0, R)[None, :]
+    wide = tl.arange(0, WIDE)[None, None, :]
+    row_max = tl.full([1, R], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1, R], tl.float32)
+    acc = tl.zeros([R, WIDE], tl.float32)
+    for first in range(0, n_active, AT):
+        p = first + tl.arange(0, AT)[:, None]
+        row = (first_split + p) * N_ROW + r                                # [AT, R]
+        is_row = (p < n_active) & (r < N_ROW)
+        its_acc = tl.load(partials + row[:, :, None] * WIDE + wide, is_row[:, :, None], 0,
+                          cache_modifier=".cg")                            # [AT, R, WIDE]
+        its_max = tl.load(maxes + row, is_row, float("-inf"), cache_modifier=".cg")
+        its_sum = tl.load(sums + row, is_row, 0, cache_modifier=".cg")
+        new_max = tl.maximum(row_max, tl.max(its_max, 0, keep_dims=True))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)            # no visible key so far
+        share = tl.exp(its_max - base)
+        rescale = tl.exp(row_max - base)
+        row_sum = row_sum * rescale + tl.sum(its_sum * share, 0, keep_dims=True)
+        acc = acc * rescale.T + tl.sum(its_acc * share[:, :, None], 0)
+        row_max = new_max
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def _write(y, sinks, row_max, row_sum, acc, head, b, N: tl.constexpr, G: tl.constexpr,
+           T: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
+    """y = the average of the values; row_max, row_sum [1, R], acc [R, WIDE]."""
+    r = tl.arange(0, R)
+    n_head = head * G + r % G
+    is_row = r < T * G
+    if sinks is not None:
+        sink = tl.load(sinks + n_head, is_row, 0)[None, :]
+        new_max = tl.maximum(row_max, sink)
+        rescale = tl.exp(row_max - new_max)
+        row_sum = row_sum * rescale + tl.exp(sink - new_max)
+        acc = acc * rescale.T
+    wide = tl.arange(0, WIDE)[None, :]
+    at = ((b * T + r // G) * N + n_head)[:, None] * H + wide
+    tl.store(y + at, (acc / row_sum.T).to(y.dtype.element_ty), is_row[:, None] & (wide < H))
 
 
 @triton.jit
 def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals,
                partials, y, scale, cap, eps, angle_stride, mask_stride, slot_stride, kv_len,
                n_slot, ring: tl.constexpr, N: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
-               H: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr, Q: tl.constexpr,
-               S: tl.constexpr, n_split: tl.constexpr, precision: tl.constexpr,
-               use_pdl: tl.constexpr):
+               H: tl.constexpr, WIDE: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
+               S: tl.constexpr, NEW: tl.constexpr, n_split: tl.constexpr, AT: tl.constexpr,
+               precision: tl.constexpr, use_pdl: tl.constexpr):
     if use_pdl:                                    # let the next kernel load its weights
         gdc_launch_dependents()
         gdc_wait()                                 # wait for qkv
     G: tl.constexpr = N // K                       # queries per key head
     head, split, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kind = qkv.dtype.element_ty
     width: tl.constexpr = (N + 2 * K) * H          # of a row of qkv
-    q = tl.arange(0, Q)[:, None]                   # rows: T queries of G heads
+    q = tl.arange(0, Q)
     t = q // G
     is_q = q < T * G
-    half = tl.arange(0, HALF)[None, :]
+    n_head = head * G + q % G
+    n = tl.arange(0, NEW)
+    is_new = n < T
     wide = tl.arange(0, WIDE)[None, :]
-    angle = b * angle_stride + t * (H // 2) + half
-    is_angle = is_q & (half < H // 2)
-    q_at = (b * T + t) * width + (head * G + q % G) * H
-    q1, q2 = _norm_rope(qkv, q_at, is_q, q_norm, eps, tl.load(cos + angle, is_angle, 0),
-                      tl.load(sin + angle, is_angle, 0), H, HALF)
+    is_wide = is_new[:, None] & (wide < H)
+
+    # Loads first, before anything waits for one of them.
+    q_at = ((b * T + t) * width + n_head * H)[:, None]
+    k_at = ((b * T + n) * width + (N + head) * H)[:, None]
+    q_heads = _load_heads(qkv, q_at, is_q[:, None], q_norm, cos, sin,
+                          (b * angle_stride + t * (H // 2))[:, None], H, WIDE)
+    k_heads = _load_heads(qkv, k_at, (is_new & (split == 0))[:, None], k_norm, cos, sin,
+                          (b * angle_stride + n * (H // 2))[:, None], H, WIDE)
+    new_v = tl.load(qkv + k_at + K * H + wide, is_wide & (split == 0), 0)
+    new_slots, end = (), 0
+    for i in tl.static_range(T):
+        new_slots += (tl.load(slot + b * slot_stride + i).to(tl.int32),)
+    new = tl.load(slot + b * slot_stride + n, is_new, 0).to(tl.int32)
+
     cache_at = (b * K + head).to(tl.int64) * n_slot * H
     k_cache += cache_at
     v_cache += cache_at
+    new_k = tl.zeros([NEW, WIDE], qkv.dtype.element_ty)
+    if split == 0:                                 # no program reads these slots
+        new_k = _rope(k_heads, eps, H, WIDE)
+        tl.store(k_cache + new[:, None] * H + wide, new_k, is_wide)
+        tl.store(v_cache + new[:, None] * H + wide, new_v, is_wide)
 
-    end = kv_len                                   # keys from here on are unused
-    if not ring:
-        last = tl.load(slot + b * slot_stride)
-        for i in tl.static_range(1, T):
-            last = tl.maximum(last, tl.load(slot + b * slot_stride + i))
-        end = tl.minimum(kv_len, last.to(tl.int32) + 1)
-    row_max = tl.full([Q, 1], float("-inf"), tl.float32)
-    row_sum = tl.zeros([Q, 1], tl.float32)
+    for i in tl.static_range(T):                   # the cache's later keys are unused
+        end = tl.maximum(end, new_slots[i])
+    end = kv_len if ring else tl.minimum(kv_len, end)
+    n_active = tl.maximum(1, tl.minimum(tl.cdiv(end, S), n_split))
+    if split >= n_active:
+        return
+
+    s = split * S + tl.arange(0, S)
+    mask += b * mask_stride + t[None, :] * kv_len                          # [1, Q]
+    next_visible = tl.load(mask + s[:, None], (s < kv_len)[:, None] & is_q[None, :], 0)
+    new_visible = tl.load(mask + new[:, None], is_new[:, None] & is_q[None, :], 0)
+    qs = _rope(q_heads, eps, H, WIDE)
+    row_max = tl.full([1, Q], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1, Q], tl.float32)
     acc = tl.zeros([Q, WIDE], tl.float32)
     for first in range(split * S, end, n_split * S):
         s = first + tl.arange(0, S)
-        is_s = (s < kv_len)[:, None]
-        is_k = is_s & (half < H // 2)
-        k1 = tl.load(k_cache + s[:, None] * H + half, is_k, 0)             # [S, HALF]
-        k2 = tl.load(k_cache + s[:, None] * H + H // 2 + half, is_k, 0)
-        v = tl.load(v_cache + s[:, None] * H + wide, is_s & (wide < H), 0)
-        for i in tl.static_range(T):               # new keys and values
-            new = tl.load(slot + b * slot_stride + i).to(tl.int32)
-            if (new >= first) & (new < first + S):
-                is_new = (s == new)[:, None]
-                zero = tl.zeros([1, 1], tl.int32)
-                is_half = (zero == 0) & (half < H // 2)
-                a_at = b * angle_stride + i * (H // 2) + half
-                k_at = zero + (b * T + i) * width + (N + head) * H
-                n1, n2 = _norm_rope(qkv, k_at, zero == 0, k_norm, eps,
-                                    tl.load(cos + a_at, is_half, 0),
-                                    tl.load(sin + a_at, is_half, 0), H, HALF)
-                nv = tl.load(qkv + k_at + K * H + wide, wide < H, 0)
-                tl.store(k_cache + new * H + half, n1, is_half)
-                tl.store(k_cache + new * H + H // 2 + half, n2, is_half)
-                tl.store(v_cache + new * H + wide, nv, wide < H)
-                k1 = tl.where(is_new, n1, k1)
-                k2 = tl.where(is_new, n2, k2)
-                v = tl.where(is_new, nv, v)
-        score = tl.dot(q1, k1.T, input_precision=precision)
-        score = tl.dot(q2, k2.T, score, input_precision=precision) * scale             # [Q, S]
-        if cap is not None:
-            score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)            # tanh
-        visible = tl.load(mask + b * mask_stride + t * kv_len + s[None, :],
-                       is_q & (s < kv_len)[None, :], 0)
-        score = tl.where(visible != 0, score, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(score, 1, keep_dims=True))
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)            # no visible key so far
-        prob = tl.exp(score - base)
-        rescale = tl.exp(row_max - base)
-        row_sum = row_sum * rescale + tl.sum(prob, 1, keep_dims=True)
-        acc = acc * rescale + tl.dot(prob.to(kind), v, input_precision=precision)
-        row_max = new_max
+        is_old = s < kv_len
+        for i in tl.static_range(T):
+            is_old = is_old & (s != new_slots[i])
+        visible = is_old[:, None] & (next_visible != 0)
+        s_next = s + n_split * S
+        next_visible = tl.load(mask + s_next[:, None], (s_next < end)[:, None] & is_q[None, :], 0)
+        is_s = is_old[:, None] & (wide < H)
+        k = tl.load(k_cache + s[:, None] * H + wide, is_s, 0)              # [S, WIDE]
+        v = tl.load(v_cache + s[:, None] * H + wide, is_s, 0)
+        row_max, row_sum, acc = _attend(qs, k, v, visible, scale, cap, row_max, row_sum, acc,
+                                        precision)
+    if split == 0:
+        row_max, row_sum, acc = _attend(qs, new_k, new_v, new_visible != 0, scale, cap, row_max,
+                                        row_sum, acc, precision)
 
-    # this split's result: Q rows of WIDE sums; after those of all splits, the maxima and sums
-    first_split = (b * K + head) * n_split
-    maxes = partials + tl.num_programs(2) * K * n_split * Q * WIDE
-    sums = maxes + tl.num_programs(2) * K * n_split * Q
-    tl.store(partials + (first_split + split) * Q * WIDE + q * WIDE + wide, acc)
-    tl.store(maxes + (first_split + split) * Q + q, row_max)
-    tl.store(sums + (first_split + split) * Q + q, row_sum)
-    tl.debug_barrier()                             # all stores precede the counter
-    n_before = tl.atomic_add(arrivals + b * K + head, 1, sem="acq_rel", scope="gpu")
-    if (n_before + 1) % n_split == 0:
-        tl.debug_barrier()
-        row_max = tl.full([Q, 1], float("-inf"), tl.float32)
-        for p in range(n_split):
-            its_max = tl.load(maxes + (first_split + p) * Q + q, cache_modifier=".cg")
-            row_max = tl.maximum(row_max, its_max)
-        n_head = head * G + q % G
-        if sinks is not None:
-            sink = tl.load(sinks + n_head, is_q, 0)
-            row_max = tl.maximum(row_max, sink)
-        row_sum = tl.zeros([Q, 1], tl.float32)
-        acc = tl.zeros([Q, WIDE], tl.float32)
-        for p in range(n_split):
-            its_max = tl.load(maxes + (first_split + p) * Q + q, cache_modifier=".cg")
-            prob = tl.where(its_max == float("-inf"), 0.0, tl.exp(its_max - row_max))
-            row_sum += prob * tl.load(sums + (first_split + p) * Q + q, cache_modifier=".cg")
-            its_acc = partials + (first_split + p) * Q * WIDE + q * WIDE + wide
-            acc += prob * tl.load(its_acc, prob > 0, 0, cache_modifier=".cg")
-        if sinks is not None:
-            row_sum += tl.exp(sink - row_max)
-        y_at = (b * T + t) * (N * H) + n_head * H + wide
-        tl.store(y + y_at, (acc / row_sum).to(kind), is_q & (wide < H))
+    if n_active == 1:
+        _write(y, sinks, row_max, row_sum, acc, head, b, N, G, T, H, Q, WIDE)
+    else:
+        # the sums of each split's queries; after those of all splits, maxima and sums of weights
+        n_row: tl.constexpr = T * G
+        first_split = (b * K + head) * n_split
+        maxes = partials + tl.num_programs(2) * K * n_split * n_row * WIDE
+        sums = maxes + tl.num_programs(2) * K * n_split * n_row
+        row = (first_split + split) * n_row + q
+        tl.store(partials + row[:, None] * WIDE + wide, acc, is_q[:, None])
+        tl.store(maxes + row[None, :], row_max, is_q[None, :])
+        tl.store(sums + row[None, :], row_sum, is_q[None, :])
+        tl.debug_barrier()                         # all stores precede the counter
+        counter = arrivals + b * K + head
+        n_before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if n_before == n_active - 1:
+            tl.debug_barrier()
+            tl.store(counter, 0)                   # for the next launch
+            all_max, all_sum, all_acc = _combine(partials, maxes, sums, first_split, n_active,
+                                                 n_row, R, WIDE, AT)
+            _write(y, sinks, all_max, all_sum, all_acc, head, b, N, G, T, H, R, WIDE)
 
 
 def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor,
@@ -157,24 +231,29 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     B, T, width = qkv.shape
     K, n_slot, H = k_cache.shape[1:]
     N = width // H - 2 * K
-    Q = max(16, triton.next_power_of_2(N // K * T))
-    half = max(16, triton.next_power_of_2(H // 2))
-    keys = max(16, BLOCK_KEYS * 256 // max(256, 2 * half * qkv.element_size()))  # shared memory
+    rows = triton.next_power_of_2(N // K * T)
+    Q = max(MIN_QUERIES, rows)
+    wide = max(32, triton.next_power_of_2(H))
+    keys = max(16, BLOCK_KEYS * 256 // max(256, wide * qkv.element_size()))    # shared memory
+    if rows > 64:                                  # registers
+        keys = max(16, keys // 2)
     n_split = n_splits(B, K, mask.shape[-1])
-    partials = torch.empty(B * K * n_split * Q * (2 * half + 2), dtype=torch.float32,
-                        device=qkv.device)
+    n_warp = 8 if Q > 32 else 4
+    partials = torch.empty(B * K * n_split * (N // K * T) * (wide + 2), dtype=torch.float32,
+                           device=qkv.device)
     y = qkv.new_empty(B, T, N * H)
     mask = mask.contiguous().view(torch.uint8)
     angle_stride = cos.stride(0) if cos.dim() == 4 else 0
     mask_stride = mask.stride(0) if mask.dim() == 4 else 0
     slot_stride = slot.stride(0) if slot.dim() == 2 else 0
     _, overlap = launch_options(qkv.device)
+    at_once = min(n_split, max(1, MAX_PARTIALS * 32 * n_warp // (rows * wide)))
     _attention[(K, n_split, B)](
         qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals, partials, y,
         scale, cap, eps, angle_stride, mask_stride, slot_stride, mask.shape[-1], n_slot, ring,
-        N, K, T, H, half, 2 * half, Q, keys, n_split,
+        N, K, T, H, wide, Q, rows, keys, max(16, triton.next_power_of_2(T)), n_split, at_once,
         "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlap),
-        num_warps=8 if Q > 32 or half >= 64 else 4, num_stages=2, **overlap)
+        num_warps=n_warp, num_stages=2, **overlap)
     return y
 
 
