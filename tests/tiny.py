@@ -41,7 +41,7 @@ MHA = {k: v for k, v in LAYER_NORM.items() if k != "num_key_value_heads"}
 IDS = dict(bos_token_id=1, eos_token_id=2)
 PADDED = dict(IDS, pad_token_id=0)
 NEMOTRON = dict({k: v for k, v in SIZE.items() if k not in ("num_hidden_layers", "rms_norm_eps")}, head_dim=24, ssm_state_size=16,
-                mamba_num_heads=8, mamba_head_dim=16, n_groups=2, **PADDED)
+                mamba_num_heads=8, mamba_head_dim=16, n_groups=4, **PADDED)
 GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
 GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=160, **IDS)
@@ -257,9 +257,9 @@ FAMILIES = {
     "granitemoehybrid-mamba": lambda: hf.GraniteMoeHybridConfig(
         **{**HYBRID, "intermediate_size": 32, "num_local_experts": 6, "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"]},
         **MAMBA, num_experts_per_tok=2, mamba_n_groups=1),
-    "bamba": lambda: hf.BambaConfig(**SIZE, **MAMBA, mamba_n_groups=2, attn_layer_indices=[2], mamba_proj_bias=True),
+    "bamba": lambda: hf.BambaConfig(**SIZE, **MAMBA, mamba_n_groups=4, attn_layer_indices=[2], mamba_proj_bias=True),
     "falcon_h1": lambda: hf.FalconH1Config(
-        **SIZE, **MAMBA, mamba_n_groups=2, mamba_d_ssm=96, lm_head_multiplier=0.9, embedding_multiplier=2.5, mlp_multipliers=[0.7, 1.6],
+        **SIZE, **MAMBA, mamba_n_groups=4, mamba_d_ssm=96, lm_head_multiplier=0.9, embedding_multiplier=2.5, mlp_multipliers=[0.7, 1.6],
         key_multiplier=0.6, attention_out_multiplier=0.8, attention_in_multiplier=1.3, ssm_multipliers=[0.7, 1.2, 0.9, 1.4, 0.6],
         ssm_in_multiplier=1.2, ssm_out_multiplier=0.7),
     "falcon_h1-norm": lambda: hf.FalconH1Config(**SIZE, **MAMBA, mamba_n_groups=1, mamba_d_ssm=None, mamba_rms_norm=True,
@@ -322,7 +322,7 @@ FAMILIES = {
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
          "smollm3", "glm4_moe", "gemma4", "gemma4-26b", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long",
-         "deepseek_v2", "qwen3_5_text", "lfm2", "kolibri1", "laguna", "olmo_hybrid")
+         "deepseek_v2", "qwen3_5_text", "lfm2", "kolibri1", "laguna", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h-latent")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
