@@ -105,10 +105,10 @@ def _matvec(x, norm, weight, bias, residual, ids, y, eps, n_turn, share, expert_
         for _ in tl.static_range(M):
             acc = acc + (tl.zeros([T, R], tl.float32),)
         for k in tl.static_range(n_step):
-            eight = cur_words[k].to(tl.float32)
+            w = cur_words[k].to(tl.float32)
             sums = ()
             for m in tl.static_range(M):
-                sums = sums + (acc[m] + tl.sum(eight * h[k * M + m].to(tl.float32), 2),)
+                sums = sums + (acc[m] + tl.sum(w * h[k * M + m].to(tl.float32), 2),)
             acc = sums
 
         o = out_0 + tl.arange(0, n_block)
