@@ -1,7 +1,8 @@
 """Matmul of a few rows as one operator of a compiled GPU step, and its PyTorch reference.
 
 Fuses an RMSNorm of the input and an activation or residual of the output. Rounds as the separate
-modules do, except that a GPU does not round the normalized row. Runs by triton_matvec.py or, for
+modules do, except that a GPU does not round the normalized row. int4's kernel reads 16 bits of x,
+so an fp32 x takes the reference there. Runs by triton_matvec.py or, for
 codes, triton_quantized.py on a GPU, by the reference on a CPU, for tests.
 
     y = matvec(x, weight, norm=norm.weight, eps=norm.eps)        # [M, in], M <= 8 -> [M, out]
@@ -26,7 +27,8 @@ def _matvec(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | Non
             norm: Tensor | None, eps: float, residual: Tensor | None, activation: str,
             ids: Tensor | None, share: int) -> Tensor:
     others = bias, norm, eps, residual, activation, ids, share
-    if not (x.is_cuda or os.environ.get("TRITON_INTERPRET")):
+    reads_16_bits = x.dtype == torch.float32 and weight.dtype == torch.uint8
+    if x.is_cuda and reads_16_bits or not (x.is_cuda or os.environ.get("TRITON_INTERPRET")):
         return plain_matvec(x, weight, scales, *others)
     if scales is None:
         from gpt_faster.kernels.cuda.triton_matvec import launch
