@@ -112,11 +112,12 @@ def parameters_of_all(options, source, dtype: torch.dtype, eos_ids: set[int]) ->
              "max_seq_length", "seed", "stop")
     schema = options.json_schema and options.json_schema.read_text(encoding="utf-8")
     random = options.random
-    kv_cache = options.kv_cache and str(options.kv_cache)
+    # Absent without the flag, as in files of earlier versions.
+    more = {"kv_cache": str(options.kv_cache)} if options.kv_cache else {}
     return dict(
         model=random or source.path.name, files=None if random else loading.files_stamp(source),
         dtype=str(dtype)[6:], end_ids=sorted(eos_ids), json_schema=schema,
-        kv_cache=kv_cache, **{name: getattr(options, name) for name in names})
+        **more, **{name: getattr(options, name) for name in names})
 
 
 def read_schema(path: Path) -> tuple[str, str]:
