@@ -28,6 +28,7 @@ REMOVED_TYPES = {
     33: ("Q4_0_8_8", "Q4_0"), 36: ("IQ4_NL_4_4", "IQ4_NL"), 37: ("IQ4_NL_4_8", "IQ4_NL"),
     38: ("IQ4_NL_8_8", "IQ4_NL"),
 }
+INTEGERS = {"I32": torch.int32, "I64": torch.int64}         # ids: a drafter's d2t
 EAGLE3_INSTEAD_OF_MODEL = (
     "an EAGLE-3 drafter, not a model: give it as --draft_checkpoint_path, with the model that it "
     "was trained for as --checkpoint_path")
@@ -193,7 +194,7 @@ def check_type(path: Path, name: str, kind: int) -> None:
     except ValueError:
         raise ValueError(f"{path}: {name} has quantization type {kind}, which {installed} does "
                          f"not know (newer, or ik_llama.cpp's own): {other_type}") from None
-    if not can_dequantize(known):
+    if known.name not in INTEGERS and not can_dequantize(known):
         raise ValueError(f"{path}: {name} has quantization type {known.name} ({kind}), which "
                          f"{installed} cannot dequantize: {other_type}")
 
