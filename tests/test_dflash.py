@@ -525,6 +525,18 @@ def test_penalties_see_the_drafts():
     assert probs.shape == tokens.shape == (1, 7, 1) and torch.equal(tokens[..., 0], drafts)
 
 
+def test_each_row_draws_by_its_own_parameters():
+    sampler = build_sampler(Transformer(MODEL), [GREEDY, SamplingParams(1.0, seed=3)])
+    for row in (0, 1):
+        sampler.begin(row, [1, 2])
+    logits, pos = torch.rand(2, 5, V, generator=torch.Generator().manual_seed(1)), torch.arange(10).view(2, 5)
+    drafts, _, _ = draw_block(logits, pos, sampler)
+    for row in (0, 1):
+        alone, _, _ = draw_block(logits[row:row + 1], pos[row:row + 1], sampler, torch.tensor([row]))
+        assert torch.equal(drafts[row], alone[0])
+    assert torch.equal(drafts[0], logits[0].argmax(-1)) and not torch.equal(drafts[1], logits[1].argmax(-1))
+
+
 @pytest.mark.parametrize("how", [GREEDY, SamplingParams(0.8, 20, 0.9, 0.05, 1.3)], ids=["greedy", "filters"])
 def test_the_steps_trace(target, drafter, how, monkeypatch):
     """As a GPU would capture them: one graph for each block length, with a fixed window of states."""
