@@ -1,11 +1,15 @@
 // Attention over a KV cache, for one query or many.
+//
+// Many queries meet a block of keys in fp32 or bf16 that has been transposed; few read the cache
+// itself (direct_attention.h).
 
 #pragma once
 
 #include <cmath>
 #include <omp.h>
 
-#include "gemm_tiles.h"
+#include "direct_attention.h"
+#include "kv_cache.h"
 #include "norms.h"
 #include "positions.h"
 #include "threads.h"
@@ -13,24 +17,25 @@
 // Applies RoPE to qkv [B, T, N + 2 K, H], writes keys and values to the caches [n_row, K, S, H],
 // then computes out [B, T, N, V] = softmax(cap(scale q k')) v over n_key slots, times
 // sigmoid(gate [B, T, N, V]) if there is a gate. V < H: the values are the first V elements of the
-// cached vectors (MLA).
+// cached vectors (MLA). Queries are turned like the keys, and the output like the values.
 struct Attention {
-  int32_t kind, B, T, N, K, H, V, S, n_row, cache_type;
+  int32_t kind, B, T, N, K, H, V, S, n_row;
   int32_t wide_norm;                           // q_norm and k_norm span all heads (OLMo 2)
   int32_t out_type;
   int32_t has_keys;                            // 0: qkv [B, T, N, H], with another layer's cache
   int32_t rope_applied;                        // MLA: qkv holds rotated queries only
   float scale, cap;                            // cap 0: no soft cap of the scores
   Norm q_norm, k_norm, v_norm;
+  Cache k_cache, v_cache;
   const Positions* positions;
   const float *sinks, *gate;                   // sinks [N]; or null
   float* qkv;
-  void *k_cache, *v_cache, *out;
+  void* out;
 };
 
-constexpr int KEY_BLOCK = HAS_BF16 ? 256 : 64;
 constexpr int QUERY_BLOCK = 96;                // queries of all heads that share a KV head
-constexpr int MAX_DIRECT_QUERIES = 4;          // with at most this many, k and v are read unpacked
+constexpr int MAX_DIRECT_QUERIES = 4;          // with at most this many, the cache is read directly
+constexpr int MAX_DIRECT_CODED = 12;           // if it has codes of 8 or 4 bits
 
 static void apply_rope(int half, const float* cos, const float* sin, float* x) {
   for (int i = 0; i < half; i++) {
@@ -44,9 +49,9 @@ static inline int qkv_width(const Attention& op) {                // per token
   return (op.N + (op.has_keys ? 2 * op.K : 0)) * op.H;
 }
 
-static inline long cache_offset(const Attention& op, int b, int head, long slot) {
+static inline long cache_index(const Attention& op, int b, int head, long slot) {
   long row = op.positions->rows ? op.positions->rows[b] : b;
-  return ((row * op.K + head) * op.S + slot) * op.H;
+  return (row * op.K + head) * op.S + slot;
 }
 
 static void rope_and_cache(const Attention& op, int b, int t) {
@@ -62,13 +67,14 @@ static void rope_and_cache(const Attention& op, int b, int t) {
     float* x = q + i * op.H;
     if (!op.wide_norm) normalize(i < op.N ? op.q_norm : op.k_norm, op.H, x);
     apply_rope(op.H / 2, cos, sin, x);
+    if (i < op.N) turn(op.k_cache.turn, op.H, x);
   }
   if (!op.has_keys) return;
   for (int i = 0; i < op.K; i++) normalize(op.v_norm, op.H, v + i * op.H);
   long slot = cache_slot(op.positions, b, t);
   for (int i = 0; i < op.K; i++) {
-    write_floats(k + i * op.H, op.H, op.k_cache, op.cache_type, cache_offset(op, b, i, slot));
-    write_floats(v + i * op.H, op.H, op.v_cache, op.cache_type, cache_offset(op, b, i, slot));
+    write_vector(op.k_cache, cache_index(op, b, i, slot), op.H, k + i * op.H);
+    write_vector(op.v_cache, cache_index(op, b, i, slot), op.H, v + i * op.H);
   }
 }
 
@@ -101,70 +107,6 @@ static void visible_range(const Attention& op, int b, int t0, int t1, int* first
     *first = std::min(*first, begin);
   }
   *first = std::min(*first, *last);
-}
-
-// Horizontal sums of LANES vectors, as one vector
-static inline vf horizontal_sums(vf* a) {
-  vi even, odd;
-  for (int i = 0; i < LANES; i++) {
-    even[i] = 2 * i;
-    odd[i] = 2 * i + 1;
-  }
-  for (int n = LANES; n > 1; n /= 2)
-    for (int i = 0; i < n / 2; i++)
-      a[i] = permute(a[2 * i], a[2 * i + 1], even) + permute(a[2 * i], a[2 * i + 1], odd);
-  return a[0];
-}
-
-static inline vf load_key(const float* k) { return load<vf>(k); }
-static inline vf load_key(const uint16_t* k) { return load_bf16(k); }
-
-// Scores [R, KEY_BLOCK] of queries [R, H] by n keys [n, H]: one dot product each
-template <int R, class Key>
-static void direct_scores(const float* q, const Key* k, int n, int H, float* score) {
-  for (int j = 0; j < n; j += LANES) {
-    vf sums[R][LANES];
-    for (int i = 0; i < LANES; i++) {
-      const Key* key = k + (long)std::min(j + i, n - 1) * H;
-      vf even[R] = {}, odd[R] = {};
-      for (int h = 0; h < H; h += 2 * LANES) {
-        vf a = load_key(key + h), b = load_key(key + h + LANES);
-        for (int r = 0; r < R; r++) {
-          even[r] += a * load<vf>(q + r * H + h);
-          odd[r] += b * load<vf>(q + r * H + h + LANES);
-        }
-      }
-      for (int r = 0; r < R; r++) sums[r][i] = even[r] + odd[r];
-    }
-    for (int r = 0; r < R; r++) store(score + r * KEY_BLOCK + j, horizontal_sums(sums[r]));
-  }
-}
-
-// Dispatches to direct_scores<n_query>, 1 <= n_query <= R
-template <int R, class Key>
-static void direct_scores_for(int n_query, const float* q, const Key* k, int n, int H,
-                              float* score) {
-  if (n_query == R) return direct_scores<R>(q, k, n, H, score);
-  if constexpr (R > 1) direct_scores_for<R - 1>(n_query, q, k, n, H, score);
-}
-
-// Transposes a [LANES, LANES] in registers
-static inline void transpose(vi* a) {
-#pragma GCC unroll 4
-  for (int step = 1; step < LANES; step *= 2) {
-    vi low, high;
-    for (int j = 0; j < LANES; j++) {
-      low[j] = j & step ? LANES + j - step : j;
-      high[j] = j & step ? LANES + j : j + step;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++) {
-      if (i & step) continue;
-      vi first = a[i];
-      a[i] = permute(first, a[i + step], low);
-      a[i + step] = permute(first, a[i + step], high);
-    }
-  }
 }
 
 // Packs keys k [n_key, n], floats or bf16 pairs, into panels [n_key / NR, n, NR]. The padding
@@ -232,25 +174,47 @@ static void online_softmax(const Attention& op, const uint8_t* mask, bool is_mas
   *sum += horizontal_sum(sums);
 }
 
-// Flash attention of the query block over its keys, KEY_BLOCK at a time -> state
-template <class Key>
+// Can this many rows read the cache directly?
+static bool is_direct(const Attention& op, int n_row) {
+  int max_row = op.k_cache.scales && op.v_cache.scales ? MAX_DIRECT_CODED : MAX_DIRECT_QUERIES;
+  return n_row <= max_row && is_direct(op.k_cache, op.H) && is_direct(op.v_cache, op.H) &&
+         op.V % NR == 0;
+}
+
+// Vectors [i, i + n) of the cache -> bf16 [n, ld], the first V elements of each; scratch [H]
+static void read_as_bf16(const Cache& cache, long i, int n, int H, int V, int ld, float* scratch,
+                         uint16_t* to) {
+  for (int j = 0; j < n; j++) {
+    read_vector(cache, i + j, H, V, scratch);
+    write_floats(scratch, V, to, BF16, (long)j * ld);
+  }
+}
+
+// Flash attention of the query block over its keys, KEY_BLOCK at a time -> state. Tile: the format
+// of transposed keys and of values.
+template <class Tile>
 static void attend(const Attention& op, const QueryBlock& block, const SoftmaxState& state) {
-  constexpr bool USE_BF16_DOT = HAS_BF16 && sizeof(Key) == 2;
+  constexpr bool USE_BF16_DOT = HAS_BF16 && sizeof(Tile) == 2;
   int H = op.H, V = op.V, Hp = round_up(H, NR), Vp = round_up(V, NR);
   int heads_per_kv = op.N / op.K;
   int width = qkv_width(op);
   int n_query = (block.t1 - block.t0) * heads_per_kv;
-  float* q = reserve(thread_scratch, (size_t)n_query * (2 * Hp + KEY_BLOCK) + 3 * KEY_BLOCK * Hp);
+  bool has_int_keys = op.k_cache.type == INT8 || op.k_cache.type == INT4;
+  size_t n_int_float = has_int_keys ? IntQueries::n_float(n_query, H) : 0;
+  float* q = reserve(thread_scratch, (size_t)n_query * (2 * Hp + KEY_BLOCK) + 3 * KEY_BLOCK * Hp
+                                         + n_int_float);
   float* score = q + n_query * Hp;
   float *k = score + n_query * KEY_BLOCK, *v = k + KEY_BLOCK * Hp;
   float* transposed = v + KEY_BLOCK * Hp;
   float* q_pairs = transposed + KEY_BLOCK * Hp;
+  IntQueries int_q(q_pairs + n_query * Hp, n_query, H);
   for (int r = 0; r < n_query; r++) {
     int t = block.t0 + r / heads_per_kv;
     int head = block.kv_head * heads_per_kv + r % heads_per_kv;
     const float* from = op.qkv + ((long)block.b * op.T + t) * width + head * H;
     for (int h = 0; h < H; h++) q[r * Hp + h] = from[h] * op.scale;
     std::fill(q + r * Hp + H, q + (r + 1) * Hp, 0.0f);
+    if (has_int_keys && is_direct(op, 1)) int_q.quantize(r, q + r * Hp, H, op.k_cache.type == INT4);
     state.max[r] = -INFINITY;
     state.sum[r] = 0;
   }
@@ -265,28 +229,35 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
     int first_row = (first_t - block.t0) * heads_per_kv;
     int n_row = n_query - first_row;
     if (n_row == 0) continue;
-    long offset = cache_offset(op, block.b, block.kv_head, key);
-    const Key* keys = (const Key*)op.k_cache + offset;
-    const Key* values = (const Key*)op.v_cache + offset;
+    long first_key = cache_index(op, block.b, block.kv_head, key);
     float *s = score + first_row * KEY_BLOCK, *out = state.out + first_row * Vp;
-    bool direct = n_row <= MAX_DIRECT_QUERIES && H == Hp && V == Vp;
+    bool direct = is_direct(op, n_row);
     if (direct) {
-      direct_scores_for<MAX_DIRECT_QUERIES>(n_row, q + first_row * Hp, keys, n, H, s);
+      direct_scores(op.k_cache, first_key, n, H, n_row, q + first_row * Hp,
+                    int_q.from_row(first_row, H, op.k_cache.type == INT4), k, s);
     } else if (USE_BF16_DOT) {
-      const int32_t* pairs = (const int32_t*)keys;
-      if (H < Hp) {
-        for (int j = 0; j < n; j++) memcpy((uint16_t*)k + j * Hp, keys + j * H, 2 * H);
-        pairs = (const int32_t*)k;
+      const uint16_t* keys = (const uint16_t*)vector_address(op.k_cache, first_key, H);
+      const uint16_t* values = (const uint16_t*)vector_address(op.v_cache, first_key, H);
+      int value_stride = H;
+      if (H < Hp || op.k_cache.type != BF16) {
+        read_as_bf16(op.k_cache, first_key, n, H, H, Hp, transposed, (uint16_t*)k);
+        keys = (const uint16_t*)k;
       }
-      pair_values((const uint16_t*)values, n, 2 * n_pair, V, H, Vp, (int32_t*)v);
-      transpose_keys(pairs, n, Hp / 2, (int32_t*)transposed);
+      if (op.v_cache.type != BF16) {           // the keys take the first half of k
+        uint16_t* to = (uint16_t*)k + KEY_BLOCK * Hp;
+        value_stride = Vp;
+        read_as_bf16(op.v_cache, first_key, n, H, V, value_stride, transposed, to);
+        values = to;
+      }
+      pair_values(values, n, 2 * n_pair, V, value_stride, Vp, (int32_t*)v);
+      transpose_keys((const int32_t*)keys, n, Hp / 2, (int32_t*)transposed);
       for (int j = 0; j < n; j += NR)
         gemm_panel(n_row, (const int32_t*)transposed + j * Hp / 2, NR, Hp / 2,
                    (const int32_t*)q_pairs + first_row * Hp / 2, Hp / 2, s + j, KEY_BLOCK, false);
     } else {
       for (int j = 0; j < n; j++) {
-        read_floats(op.k_cache, op.cache_type, offset + (long)j * H, H, k + j * Hp);
-        read_floats(op.v_cache, op.cache_type, offset + (long)j * H, V, v + j * Vp);
+        read_vector(op.k_cache, first_key + j, H, H, k + j * Hp);
+        read_vector(op.v_cache, first_key + j, H, V, v + j * Vp);
       }
       transpose_keys((const int32_t*)k, n, Hp, (int32_t*)transposed);
       for (int j = 0; j < n; j += NR)
@@ -294,7 +265,7 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
                    false);
     }
     auto softmax = direct ? online_softmax<false, false>
-                          : online_softmax<sizeof(Key) == 2, USE_BF16_DOT>;
+                          : online_softmax<sizeof(Tile) == 2, USE_BF16_DOT>;
     for (int t = first_t; t < block.t1; t++) {
       const uint8_t* mask = mask_row(op, block.b, t) + key;
       bool is_masked = memchr(mask, 0, n);
@@ -302,9 +273,12 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
         softmax(op, mask, is_masked, n, score + r * KEY_BLOCK, state.max + r, state.sum + r,
                 state.out + r * Vp, Vp);
     }
+    if (direct) {
+      add_values(op.v_cache, first_key, n, H, V, n_row, s, k, transposed, out, Vp);
+      continue;
+    }
     for (int h = 0; h < Vp; h += NR) {
-      if (direct) gemm_panel(n_row, values + h, H, n, s, KEY_BLOCK, out + h, Vp, true);
-      else if (USE_BF16_DOT)
+      if (USE_BF16_DOT)
         gemm_panel(n_row, (const int32_t*)v + h, Vp, n_pair, (const int32_t*)s, KEY_BLOCK,
                    out + h, Vp, true);
       else gemm_panel(n_row, v + h, Vp, n, s, KEY_BLOCK, out + h, Vp, true);
@@ -331,6 +305,7 @@ static void merge_splits(const Attention& op, const QueryBlock& block, int r,
     for (int h = 0; h < op.V; h++) y[h] += weight * first.out[r * Vp + h + i * stride];
   }
   for (int h = 0; h < op.V; h++) y[h] /= sum;
+  turn(op.v_cache.turn, op.V, y.data());
   long offset = (((long)block.b * op.T + t) * op.N + head) * op.V;
   if (op.gate) {
     float* gate = y.data() + Vp;
@@ -374,6 +349,12 @@ struct AttentionPlan {
   }
 };
 
+// bf16 tiles: for a bf16 cache, and for codes in a bf16 model
+static bool has_bf16_tiles(const Attention& op) {
+  bool has_codes = op.k_cache.scales || op.v_cache.scales;
+  return op.k_cache.type == BF16 || op.v_cache.type == BF16 || (has_codes && op.out_type == BF16);
+}
+
 static void attention(const Attention& op, Phase* phase, int n_thread) {
   if (!op.rope_applied)
     run_tasks(phase[0], op.B * op.T, 2, [&](int i) { rope_and_cache(op, i / op.T, i % op.T); });
@@ -389,8 +370,8 @@ static void attention(const Attention& op, Phase* phase, int n_thread) {
     block.key0 += i % plan.n_split * round_up(n_key, NR);
     block.key1 = std::min(block.key1, block.key0 + round_up(n_key, NR));
     SoftmaxState state = plan.softmax_state(memory, plan.n_split > 1 ? i : omp_get_thread_num());
-    if (op.cache_type == FP32) attend<float>(op, block, state);
-    else attend<uint16_t>(op, block, state);
+    if (has_bf16_tiles(op)) attend<uint16_t>(op, block, state);
+    else attend<float>(op, block, state);
     if (plan.n_split == 1) write(block, state, 1);
   });
   if (plan.n_split > 1)

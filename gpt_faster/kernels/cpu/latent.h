@@ -9,13 +9,13 @@
 // RoPE to the rest. Applies RoPE to the rope part of q [B, T, N, nope + rope] and copies it to
 // queries [B, T, N, rank + rope]; the linear with wk_b writes their rank part.
 struct Latent {
-  int32_t kind, B, T, N, nope, rope, rank, S, n_row, cache_type;
+  int32_t kind, B, T, N, nope, rope, rank, S, n_row;
   int32_t q_stride, k_stride;                  // between tokens
   Norm norm;
   const Positions* positions;
+  Cache cache;                                 // not turned
   const float *q, *k;
   float* queries;
-  void* cache;
 };
 
 static void rope_and_cache_latent(const Latent& op, int b, int t) {
@@ -34,7 +34,7 @@ static void rope_and_cache_latent(const Latent& op, int b, int t) {
   normalize(op.norm, op.rank, k);
   apply_rope(op.rope / 2, cos, sin, k + op.rank);
   long slot = cache_slot(op.positions, b, t);
-  write_floats(k, width, op.cache, op.cache_type, (row * op.S + slot) * width);
+  write_vector(op.cache, row * op.S + slot, width, k);
 }
 
 static void latent(const Latent& op, Phase* phase) {

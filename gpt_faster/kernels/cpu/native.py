@@ -32,7 +32,9 @@ OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
            "-fno-tree-reassoc")                    # reassociation spills the accumulators
 END_MARK = b"whole"                                # appended to a completely written library
 TYPES = {torch.float32: 0, torch.bfloat16: 1}      # enum Dtype of dtypes.h
-FP32, BF16, INT8, INT4 = range(4)                  # weight formats, the same enum
+FP32, BF16, INT8, INT4, FP8 = range(5)             # of weights and caches, the same enum
+CACHE_TYPES = {**TYPES, torch.int8: INT8, torch.uint8: INT4, torch.float8_e4m3fn: FP8}
+CACHE_GROUP = 32                                   # values with one scale: GROUP of simd.h
 (LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE,
  SHORT_CONV, DRAW) = range(12)                           # enum OpKind of run.cpp
 MAX_TAPS = 8                                       # of DeltaNet's convolution; also in delta.h
@@ -164,10 +166,9 @@ def is_available() -> bool:
 DTYPES = dict.fromkeys(("slot", "rows", "ids", "pos", "seeds", "token"), torch.int64)
 DTYPES |= dict.fromkeys(("expert_ends", "gather_rows", "sorted_row", "sorted_token"),
                         torch.int32)
-DTYPES["mask"] = torch.bool
+DTYPES |= {"mask": torch.bool, "scales": torch.float16}        # scales: of a cache
 TYPE_FIELDS = {name: f"{name}_type" for name in ("x", "out", "residual", "multiplier",
                                                      "bias")}
-TYPE_FIELDS |= dict.fromkeys(("k_cache", "v_cache", "cache"), "cache_type")
 TYPE_FIELDS["inputs"] = "input_type"
 
 
@@ -223,6 +224,11 @@ class Norm(Struct):
     _fields_ = fields("kind", ("eps", c_float), "weight bias")
 
 
+class Cache(Struct):
+    any_dtype = ("codes",)
+    _fields_ = fields("type turn", "codes scales")
+
+
 class Linear(Struct):
     any_dtype = ("weight", "scales")
     _fields_ = fields(
@@ -240,9 +246,9 @@ class Positions(Struct):
 
 class Attention(Struct):
     _fields_ = fields(
-        "kind B T N K H V S n_row cache_type wide_norm out_type has_keys rope_applied",
+        "kind B T N K H V S n_row wide_norm out_type has_keys rope_applied",
         ("scale", c_float), ("cap", c_float), ("q_norm", Norm), ("k_norm", Norm), ("v_norm", Norm),
-        "positions sinks gate qkv k_cache v_cache out")
+        ("k_cache", Cache), ("v_cache", Cache), "positions sinks gate qkv out")
 
 
 class Delta(Struct):
@@ -257,8 +263,8 @@ class ShortConv(Struct):
 
 
 class Latent(Struct):
-    _fields_ = fields("kind B T N nope rope rank S n_row cache_type q_stride k_stride",
-                      ("norm", Norm), "positions q k queries cache")
+    _fields_ = fields("kind B T N nope rope rank S n_row q_stride k_stride",
+                      ("norm", Norm), "positions", ("cache", Cache), "q k queries")
 
 
 class Route(Struct):
@@ -297,8 +303,8 @@ class Draw(Struct):
     _fields_ = fields("kind B V", "logits temperature top_k top_p min_p seeds token")
 
 
-STRUCTS = (Norm, Linear, Positions, Attention, Delta, ShortConv, Latent, Route, Combine, AddNorm,
-           Embed, RopeTable, Mask, Draw)
+STRUCTS = (Norm, Cache, Linear, Positions, Attention, Delta, ShortConv, Latent, Route, Combine,
+           AddNorm, Embed, RopeTable, Mask, Draw)
 
 
 class Field(Structure):
@@ -323,6 +329,22 @@ def check_layout(loaded: ctypes.CDLL) -> None:
         if ours.get((struct_name, name)) != theirs.get((struct_name, name)):
             where = f"{struct_name}.{name}" if name else struct_name
             raise RuntimeError(f"{where} has another layout in C++ than in kernels/cpu/native.py")
+
+
+def cache_of(codes: Tensor, scales: Tensor | None = None, turn: int = 1) -> Cache:
+    """Keys or values [..., H] in fp32 or bf16, or codes with scales, as in quantized_cache.py.
+
+    TypeError: another dtype, or scales that do not match.
+    """
+    if codes.dtype not in CACHE_TYPES:
+        raise TypeError(f"a cache must be of {', '.join(map(str, CACHE_TYPES))}, not {codes.dtype}")
+    cache = Cache(type=CACHE_TYPES[codes.dtype], turn=turn, codes=codes, scales=scales)
+    head_dim = codes.shape[-1] * (2 if cache.type == INT4 else 1)
+    n_scale = -(-head_dim // CACHE_GROUP)
+    expected = None if codes.dtype in TYPES else (*codes.shape[:-1], n_scale)
+    if (scales if scales is None else tuple(scales.shape)) != expected:
+        raise TypeError(f"a cache {list(codes.shape)} of {codes.dtype} must have scales {expected}")
+    return cache
 
 
 def run(addresses: list[int], n_thread: int | None = None) -> None:

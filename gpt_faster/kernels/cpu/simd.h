@@ -115,6 +115,20 @@ static inline vi dot2(vi acc, vi16 a, int32_t pair) {
 #endif
 }
 
+static inline vi dot2(vi acc, vi16 a, vi16 x) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)a, (__m512i)x);
+#elif defined(__AVXVNNI__)
+  return (vi)_mm256_dpwssd_avx_epi32((__m256i)acc, (__m256i)a, (__m256i)x);
+#elif defined(__AVX512BW__)
+  return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)x);
+#elif defined(__AVX2__) && !defined(WITH_512_BITS)
+  return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)x);
+#else
+  return acc + ((vi)a << 16 >> 16) * ((vi)x << 16 >> 16) + ((vi)a >> 16) * ((vi)x >> 16);
+#endif
+}
+
 // acc + dot products of 4 bytes per 32-bit lane; a is uint8, x int8 in [-127, 127], broadcast
 static inline vi dot4(vi acc, vi a, int32_t x) {
 #if defined(__AVX512VNNI__)

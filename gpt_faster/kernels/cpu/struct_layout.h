@@ -19,6 +19,8 @@ struct Field {
 
 static const Field FIELDS[] = {
     WHOLE(Norm), FIELD(Norm, kind), FIELD(Norm, eps), FIELD(Norm, weight), FIELD(Norm, bias),
+    WHOLE(Cache), FIELD(Cache, type), FIELD(Cache, turn), FIELD(Cache, codes),
+    FIELD(Cache, scales),
     WHOLE(Linear), FIELD(Linear, kind), FIELD(Linear, format), FIELD(Linear, M), FIELD(Linear, N),
     FIELD(Linear, K), FIELD(Linear, group_size), FIELD(Linear, activation), FIELD(Linear, gated),
     FIELD(Linear, x_type), FIELD(Linear, out_type), FIELD(Linear, residual_type),
@@ -34,8 +36,7 @@ static const Field FIELDS[] = {
     FIELD(Positions, mask), FIELD(Positions, slot), FIELD(Positions, rows),
     WHOLE(Attention), FIELD(Attention, kind), FIELD(Attention, B), FIELD(Attention, T),
     FIELD(Attention, N), FIELD(Attention, K), FIELD(Attention, H), FIELD(Attention, V),
-    FIELD(Attention, S), FIELD(Attention, n_row), FIELD(Attention, cache_type),
-    FIELD(Attention, wide_norm), FIELD(Attention, out_type), FIELD(Attention, has_keys),
+    FIELD(Attention, S), FIELD(Attention, n_row), FIELD(Attention, wide_norm), FIELD(Attention, out_type), FIELD(Attention, has_keys),
     FIELD(Attention, rope_applied), FIELD(Attention, scale), FIELD(Attention, cap),
     FIELD(Attention, q_norm), FIELD(Attention, k_norm), FIELD(Attention, v_norm),
     FIELD(Attention, positions), FIELD(Attention, sinks), FIELD(Attention, gate),
@@ -54,7 +55,7 @@ static const Field FIELDS[] = {
     FIELD(ShortConv, x), FIELD(ShortConv, inputs), FIELD(ShortConv, out),
     WHOLE(Latent), FIELD(Latent, kind), FIELD(Latent, B), FIELD(Latent, T), FIELD(Latent, N),
     FIELD(Latent, nope), FIELD(Latent, rope), FIELD(Latent, rank), FIELD(Latent, S),
-    FIELD(Latent, n_row), FIELD(Latent, cache_type), FIELD(Latent, q_stride),
+    FIELD(Latent, n_row), FIELD(Latent, q_stride),
     FIELD(Latent, k_stride), FIELD(Latent, norm), FIELD(Latent, positions), FIELD(Latent, q),
     FIELD(Latent, k), FIELD(Latent, queries), FIELD(Latent, cache),
     WHOLE(Route), FIELD(Route, kind), FIELD(Route, M), FIELD(Route, E), FIELD(Route, A),

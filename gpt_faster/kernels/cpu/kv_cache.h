@@ -1,0 +1,196 @@
+// A KV cache's formats: writes and reads vectors in fp32, bf16, int8, int4 or fp8 (e4m3).
+//
+// Codes of 8 and 4 bits have a fp16 scale for each GROUP of a vector, and may be turned by a
+// Hadamard matrix. layers/quantized_cache.py describes the formats, and stores the same codes.
+// Does not know queries: direct_attention.h computes with codes.
+
+#pragma once
+
+#include "norms.h"
+
+struct Cache {                                 // keys or values of a layer, or latents
+  int32_t type;                                // Dtype
+  int32_t turn;                                // width of the Hadamard matrix; 1: not turned
+  void* codes;                                 // vectors [n_row, K, S, H]; int4: H / 2 bytes each
+  uint16_t* scales;                            // fp16 [n_row, K, S, n_group(H)]; null: no codes
+};
+
+struct Int8 { int8_t code; };
+struct Int4 { uint8_t codes; };                // two of them, the first in the low bits
+struct Fp8 { uint8_t bits; };                  // e4m3
+constexpr float FP8_UNIT = 256;                // load_fp8() returns values / FP8_UNIT
+
+static inline int n_group(int H) { return (H + GROUP - 1) / GROUP; }
+
+static inline long vector_bytes(int type, int H) {
+  return type == FP32 ? 4l * H : type == BF16 ? 2l * H : type == INT4 ? H / 2 : H;
+}
+
+static inline char* vector_address(const Cache& cache, long i, int H) {
+  return (char*)cache.codes + i * vector_bytes(cache.type, H);
+}
+
+// ---- fp16 and e4m3 ----
+
+static inline float half_to_float(uint16_t bits) {
+  uint32_t word = (uint32_t)(bits & 0x7fff) << 13;     // the exponent's bias is 112 too small
+  float x;
+  memcpy(&x, &word, 4);
+  x = word < 0x0f800000 ? x * 5.192296858534828e33f : INFINITY;            // 2^112
+  return bits & 0x8000 ? -x : x;
+}
+
+static inline uint16_t float_to_half(float x) {        // to nearest even; too large: infinity
+  uint32_t word;
+  memcpy(&word, &x, 4);
+  uint32_t sign = word >> 16 & 0x8000, abs = word & 0x7fffffff;
+  if (abs >= 0x477ff000) return sign | 0x7c00;
+  if (abs >= 0x38800000) return sign | (abs - 0x38000000 + 0xfff + (abs >> 13 & 1)) >> 13;
+  float y;                                     // subnormal: a multiple of 2^-24
+  memcpy(&y, &abs, 4);
+  return sign | (uint32_t)std::nearbyint(y * 16777216.0f);
+}
+
+static inline vf load_half(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtph_ps(load<__m256i>(p));
+#elif defined(__F16C__) && !defined(WITH_512_BITS)
+  return (vf)_mm256_cvtph_ps(load<__m128i>(p));
+#else
+  vf y;
+  for (int i = 0; i < LANES; i++) y[i] = half_to_float(p[i]);
+  return y;
+#endif
+}
+
+static inline vf load_fp8(const Fp8* p) {      // as fp16, whose exponents have one more bit
+  vi16_half bits = __builtin_convertvector(load<vi8_quarter>(p), vi16_half) << 7;
+  bits &= (int16_t)0xbf80;                     // without the copy of the sign
+  return load_half((const uint16_t*)&bits);
+}
+
+// ---- Vectors ----
+
+static inline vf load_int8_as_float(const void* p) {
+#if defined(__AVX512F__)
+  return to_float((vi)_mm512_cvtepi8_epi32(load<__m128i>(p)));
+#elif defined(__AVX2__) && !defined(WITH_512_BITS)
+  int64_t bytes = load<int64_t>(p);
+  return to_float((vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes)));
+#else
+  return __builtin_convertvector(load<vi8_quarter>(p), vf);
+#endif
+}
+
+// Multiplies each `width` values of x [n] by a Hadamard matrix / sqrt(width), its own inverse. The
+// additions have the order of quantized_cache.turn().
+static void turn(int width, int n, float* x) {
+  if (width <= 1) return;
+  int step = 1;
+  for (; step < std::min(width, n % LANES ? 1 : LANES); step *= 2) {    // within vectors
+    vi partner;
+    vf sign;
+    for (int i = 0; i < LANES; i++) {
+      partner[i] = i ^ step;
+      sign[i] = i & step ? -1 : 1;
+    }
+    for (int i = 0; i < n; i += LANES) {
+      vf y = load<vf>(x + i);
+      store(x + i, (vf)permute((vi)y, partner) + y * sign);
+    }
+  }
+  for (; step < width; step *= 2)
+    for (int i = 0; i < n; i += 2 * step)
+      for (int j = i; j < i + step; j++) {
+        float a = x[j], b = x[j + step];
+        x[j] = a + b;
+        x[j + step] = a - b;
+      }
+  float unit = 1 / std::sqrt((double)width);
+  for (int i = 0; i < n; i++) x[i] *= unit;
+}
+
+static inline vi round_to_int(vf x) {          // to nearest even, for |x| < 2^22
+  return (vi)(x + 12582912.0f) - 0x4b400000;
+}
+
+static inline vf clamp(vf x, float low, float high) {
+  x = max_of(x, vf{} + low);
+  return x < high ? x : vf{} + high;
+}
+
+// Values divided by their scale -> codes. Clamping comes before any addition: fused with the
+// division, that would round otherwise than quantized_cache.py does.
+static inline vi encode(int type, vf x) {
+  if (type == INT8) return round_to_int(clamp(x, -127, 127));
+  if (type == INT4) return round_to_int(clamp(x, -8, 7)) + 8;
+  x = clamp(x, -448, 448);
+  vi sign = (vi)((vu)x >> 24) & 0x80, abs = (vi)x & 0x7fffffff;
+  vi normal = (abs - 0x3c000000 + 0x7ffff + (abs >> 20 & 1)) >> 20;
+  vi subnormal = round_to_int((vf)abs * 512.0f);          // a multiple of 2^-9
+  return sign | (abs < 0x3c800000 ? subnormal : normal);
+}
+
+// x [n] of one group -> codes; returns the scale in fp16
+static uint16_t quantize_group(int type, const float* x, int n, uint8_t* codes) {
+  float group[GROUP] = {};
+  copy_floats(x, n, group);
+  vf abs_max = {};
+  for (int i = 0; i < GROUP; i += LANES) {
+    vf v = load<vf>(group + i);
+    abs_max = max_of(abs_max, max_of(v, -v));
+  }
+  float largest = horizontal_max(abs_max);
+  if (type == INT4) {                          // the largest becomes -8: with its sign, of equal
+    int i = 0;                                 // ones the first
+    while (i < GROUP - 1 && std::fabs(group[i]) != largest) i++;
+    largest = group[i];
+  }
+  uint16_t scale = float_to_half(largest / (type == INT4 ? -8 : type == INT8 ? 127 : 448));
+  float inverse = scale & 0x7fff ? 1 / half_to_float(scale) : 0;
+  uint8_t bytes[GROUP];
+  for (int i = 0; i < GROUP; i += LANES) {
+    vi code = encode(type, load<vf>(group + i) * inverse);
+    store(bytes + i, __builtin_convertvector(code, vi8_quarter));
+  }
+  if (type != INT4) memcpy(codes, bytes, n);
+  else for (int i = 0; i < n; i += 2) codes[i / 2] = bytes[i] | bytes[i + 1] << 4;
+  return scale;
+}
+
+// Stores x [H] as vector i of the cache; turns x in place
+static void write_vector(const Cache& cache, long i, int H, float* x) {
+  if (cache.type <= BF16) return write_floats(x, H, cache.codes, cache.type, i * H);
+  turn(cache.turn, H, x);
+  uint8_t* codes = (uint8_t*)vector_address(cache, i, H);
+  for (int g = 0; g < n_group(H); g++) {
+    int n = std::min(GROUP, H - g * GROUP);
+    cache.scales[i * n_group(H) + g] =
+        quantize_group(cache.type, x + g * GROUP, n, codes + vector_bytes(cache.type, g * GROUP));
+  }
+}
+
+// The first n values of vector i, as stored (turned) -> fp32
+static void read_vector(const Cache& cache, long i, int H, int n, float* to) {
+  if (cache.type <= BF16) return read_floats(cache.codes, cache.type, i * H, n, to);
+  const char* codes = vector_address(cache, i, H);
+  for (int h = 0; h < n; h += GROUP, to += GROUP, codes += vector_bytes(cache.type, GROUP)) {
+    int end = std::min(GROUP, n - h);
+    float scale = half_to_float(cache.scales[i * n_group(H) + h / GROUP]);
+    int j = 0;
+    if (cache.type == INT4) {
+      for (; j < end; j += 2) {
+        to[j] = ((codes[j / 2] & 15) - 8) * scale;
+        to[j + 1] = ((uint8_t)codes[j / 2] / 16 - 8) * scale;
+      }
+    } else if (cache.type == INT8) {
+      for (; j + LANES <= end; j += LANES) store(to + j, load_int8_as_float(codes + j) * scale);
+      for (; j < end; j++) to[j] = (int8_t)codes[j] * scale;
+    } else {
+      for (; j + LANES <= end; j += LANES)
+        store(to + j, load_fp8((const Fp8*)codes + j) * (scale * FP8_UNIT));
+      for (; j < end; j++)
+        to[j] = half_to_float((uint8_t)((int8_t)codes[j] << 7 & 0xbf80)) * (scale * FP8_UNIT);
+    }
+  }
+}
