@@ -12,16 +12,24 @@
 constexpr int KEY_BLOCK = HAS_BF16 ? 256 : 64;
 constexpr int DIRECT_ROWS = 4;                 // queries that share the loads of a key
 
-// Horizontal sums of LANES vectors, as one vector
+// Horizontal sums of LANES vectors, as one vector: first inside blocks of 4 lanes, where shuffles
+// are cheapest, then over the blocks
 static inline vf horizontal_sums(vf* a) {
-  vi even, odd;
-  for (int i = 0; i < LANES; i++) {
-    even[i] = 2 * i;
-    odd[i] = 2 * i + 1;
+  vi even, odd, even_block, odd_block;
+  for (int i = 0; i < LANES; i++) {            // from two vectors: lanes of both in each block
+    even[i] = i / 4 * 4 + i % 2 * 2 + i % 4 / 2 * LANES;
+    odd[i] = even[i] + 1;
+    even_block[i] = i / 4 * 8 + i % 4;
+    odd_block[i] = even_block[i] + 4;
   }
-  for (int n = LANES; n > 1; n /= 2)
-    for (int i = 0; i < n / 2; i++)
-      a[i] = permute(a[2 * i], a[2 * i + 1], even) + permute(a[2 * i], a[2 * i + 1], odd);
+  for (int n = LANES; n > 1; n /= 2) {
+    bool in_block = 4 * n > LANES;             // the first two steps
+    for (int i = 0; i < n / 2; i++) {
+      vf x = a[2 * i], y = a[2 * i + 1];
+      a[i] = in_block ? permute(x, y, even) + permute(x, y, odd)
+                      : permute(x, y, even_block) + permute(x, y, odd_block);
+    }
+  }
   return a[0];
 }
 
@@ -159,6 +167,7 @@ static void direct_scores(const float* q, const Fp8* k, const float* scales, int
       vf total[R] = {};
       for (int h = 0; h < H; h += GROUP) {
         vf sum[R] = {};
+#pragma GCC unroll 4
         for (int u = h; u < h + GROUP; u += LANES) {
           vf a = load_fp8(k + key * H + u);
           for (int r = 0; r < R; r++) sum[r] += a * load<vf>(q + r * H + u);
@@ -181,9 +190,11 @@ static void direct_scores(const IntQueries& q, const Int8* k, const float* scale
       vf total[R] = {};
       for (int h = 0; h < H; h += GROUP) {
         vi acc[R] = {};
-        for (int u = h; u < h + GROUP; u += 2 * LANES) {
-          vi16 codes = load_int8(k + key * H + u);
-          for (int r = 0; r < R; r++) acc[r] = dot2(acc[r], codes, load<vi16>(q.codes + r * H + u));
+#pragma GCC unroll 2
+        for (int u = 0; u < GROUP; u += 2 * LANES) {
+          vi16 codes = load_int8(k + key * H + h + u);
+          for (int r = 0; r < R; r++)
+            acc[r] = dot2(acc[r], codes, load<vi16>(q.codes + r * H + h + u));
         }
         for (int r = 0; r < R; r++) total[r] += to_float(acc[r]) * scales[(key * H + h) / GROUP];
       }
@@ -197,21 +208,22 @@ static void direct_scores(const IntQueries& q, const Int8* k, const float* scale
 template <int R>
 static void direct_scores(const IntQueries& q, const Int4* k, const float* scales, int n, int H,
                           float* score) {
+  int n_vector = n_word_vector(H);
   for (int j = 0; j < n; j += LANES) {
     vf sums[R][LANES];
     for (int i = 0; i < LANES; i++) {
       long key = std::min(j + i, n - 1);
       vf total[R] = {};
-      for (int c = 0; c < n_word_vector(H); c++) {
+      for (int c = 0; c < n_vector; c++) {
         vu words = load_words(k + key * H / 2 + c * 4 * LANES, H);
         vi acc[R];
-        for (int r = 0; r < R; r++)
-          acc[r] = load<vi>(q.offsets + (r * n_word_vector(H) + c) * LANES);
+        for (int r = 0; r < R; r++) acc[r] = load<vi>(q.offsets + (r * n_vector + c) * LANES);
+#pragma GCC unroll 4
         for (int b = 0; b < 4; b++) {
           vi16 codes = (vi16)((vi)(words >> (4 * b)) & 0x000f000f);
           for (int r = 0; r < R; r++)
-            acc[r] = dot2(acc[r], codes, load<vi16>(
-                q.codes + ((r * n_word_vector(H) + c) * 4 + b) * 2 * LANES));
+            acc[r] = dot2(acc[r], codes,
+                          load<vi16>(q.codes + ((r * n_vector + c) * 4 + b) * 2 * LANES));
         }
         vf scale = scales_of_words(scales + key * (H / GROUP) + c * LANES / 4);
         for (int r = 0; r < R; r++) total[r] += to_float(acc[r]) * scale;
@@ -272,26 +284,35 @@ static void add_scaled_values(const Code* v, const float* scales, float unit, in
   }
 }
 
-// The same for int4 codes: elements [8 i, 8 i + 8) of a chunk of 8 LANES are in lane i of
-// accumulators 0 to 7, which are transposed at the end. Some of the accumulators at a time.
+constexpr int INT4_KEYS = 64;                  // that add_int4_values() takes at most
+
+// The same for int4 codes. Elements [8 i, 8 i + 8) of a chunk of 8 LANES are in lane i of accumulators
+// 0 to 7, which are transposed at the end; a few accumulators at a time stay in registers.
 template <int R>
 static void add_int4_values(const Int4* v, const float* scales, int n, int H, const float* p,
                             float* out, int Vp) {
   constexpr int N = R <= MR / 2 ? 4 : 2;
+  vf scaled_p[INT4_KEYS][R];                   // of each lane's group
   for (int c = 0; c < n_word_vector(H); c++) {
-    vf sums[R][8];
+    vf sums[R][8], offsets[R] = {};
+    for (int j = 0; j < n; j++) {
+      vf scale = scales_of_words(scales + j * (H / GROUP) + c * LANES / 4);
+      for (int r = 0; r < R; r++) {
+        scaled_p[j][r] = p[r * KEY_BLOCK + j] * scale;
+        offsets[r] += scaled_p[j][r];
+      }
+    }
     for (int b = 0; b < 8; b += N) {
       vf acc[R][N] = {};
       for (int j = 0; j < n; j++) {
         vu words = load_words(v + (long)j * H / 2 + c * 4 * LANES, H) >> (4 * b);
-        vf scale = scales_of_words(scales + j * (H / GROUP) + c * LANES / 4);
         for (int i = 0; i < N; i++) {
-          vf value = (to_float((vi)(words >> (4 * i)) & 15) - 8.0f) * scale;
-          for (int r = 0; r < R; r++) acc[r][i] += p[r * KEY_BLOCK + j] * value;
+          vf code = to_float((vi)(words >> (4 * i) & 15));
+          for (int r = 0; r < R; r++) acc[r][i] += scaled_p[j][r] * code;
         }
       }
       for (int r = 0; r < R; r++)
-        for (int i = 0; i < N; i++) sums[r][b + i] = acc[r][i];
+        for (int i = 0; i < N; i++) sums[r][b + i] = acc[r][i] - 8.0f * offsets[r];
     }
     for (int r = 0; r < R; r++) {
       vi lanes[LANES] = {};
@@ -317,8 +338,10 @@ static void add_values(const Cache& cache, long key, int n, int H, int V, int n_
   if (cache.type == INT4) {
     for (int first = 0; first < n_row; first += MR)
       for_rows<MR>(std::min(n_row - first, MR), [&](auto constant) {
-        add_int4_values<decltype(constant)::value>((const Int4*)v, scales, n, H,
-                                                   p + first * KEY_BLOCK, out + first * Vp, Vp);
+        for (int j = 0; j < n; j += INT4_KEYS)
+          add_int4_values<decltype(constant)::value>(
+              (const Int4*)v + (long)j * H / 2, scales + j * n_group(H),
+              std::min(n - j, INT4_KEYS), H, p + first * KEY_BLOCK + j, out + first * Vp, Vp);
       });
     return;
   }

@@ -33,6 +33,9 @@ static inline char* vector_address(const Cache& cache, long i, int H) {
 // ---- fp16 and e4m3 ----
 
 static inline float half_to_float(uint16_t bits) {
+#if defined(__F16C__)
+  return _cvtsh_ss(bits);
+#endif
   uint32_t word = (uint32_t)(bits & 0x7fff) << 13;     // the exponent's bias is 112 too small
   float x;
   memcpy(&x, &word, 4);
@@ -41,6 +44,9 @@ static inline float half_to_float(uint16_t bits) {
 }
 
 static inline uint16_t float_to_half(float x) {        // to nearest even; too large: infinity
+#if defined(__F16C__)
+  return _cvtss_sh(x, 0);
+#endif
   uint32_t word;
   memcpy(&word, &x, 4);
   uint32_t sign = word >> 16 & 0x8000, abs = word & 0x7fffffff;
@@ -82,32 +88,61 @@ static inline vf load_int8_as_float(const void* p) {
 #endif
 }
 
+static inline vu16_half load_bytes(const void* p) {     // as 16-bit integers
+  typedef uint8_t vu8_quarter __attribute__((vector_size(LANES)));
+  return __builtin_convertvector(load<vu8_quarter>(p), vu16_half);
+}
+
+// x[i] + x[i ^ STEP] where that is the later one, else x[i ^ STEP] - x[i]
+template <int STEP, int... I>
+static inline vf butterfly(vf x, std::integer_sequence<int, I...>) {
+  return swap_lanes<STEP>(x) + x * vf{(I & STEP ? -1.0f : 1.0f)...};
+}
+template <int STEP> static inline vf butterfly(vf x) { return butterfly<STEP>(x, LaneSequence()); }
+
+template <int WIDTH> static void turn_blocks(int n, float* x) {
+  constexpr int N = WIDTH > LANES ? WIDTH / LANES : 1;
+  for (; n > 0; n -= N * LANES, x += N * LANES) {
+    vf v[N];
+#pragma GCC unroll 8
+    for (int i = 0; i < N; i++) {
+      v[i] = load<vf>(x + i * LANES);
+      if (WIDTH > 1) v[i] = butterfly<1>(v[i]);
+      if (WIDTH > 2) v[i] = butterfly<2>(v[i]);
+      if (WIDTH > 4) v[i] = butterfly<4>(v[i]);
+      if constexpr (LANES > 8 && WIDTH > 8) v[i] = butterfly<8>(v[i]);
+    }
+#pragma GCC unroll 8
+    for (int step = 1; step < N; step *= 2)
+#pragma GCC unroll 32
+      for (int i = 0; i < N; i++) {
+        if (i & step) continue;
+        vf a = v[i], b = v[i + step];
+        v[i] = a + b;
+        v[i + step] = a - b;
+      }
+    for (int i = 0; i < N; i++) store(x + i * LANES, v[i] * (float)(1 / std::sqrt((double)WIDTH)));
+  }
+}
+
+template <int WIDTH> static void turn_blocks_of(int width, int n, float* x) {
+  if (width == WIDTH) return turn_blocks<WIDTH>(n, x);
+  if constexpr (WIDTH > 2) turn_blocks_of<WIDTH / 2>(width, n, x);
+}
+
 // Multiplies each `width` values of x [n] by a Hadamard matrix / sqrt(width), its own inverse. The
 // additions have the order of quantized_cache.turn().
 static void turn(int width, int n, float* x) {
   if (width <= 1) return;
-  int step = 1;
-  for (; step < std::min(width, n % LANES ? 1 : LANES); step *= 2) {    // within vectors
-    vi partner;
-    vf sign;
-    for (int i = 0; i < LANES; i++) {
-      partner[i] = i ^ step;
-      sign[i] = i & step ? -1 : 1;
-    }
-    for (int i = 0; i < n; i += LANES) {
-      vf y = load<vf>(x + i);
-      store(x + i, (vf)permute((vi)y, partner) + y * sign);
-    }
-  }
-  for (; step < width; step *= 2)
+  if (n % LANES == 0 && width <= 256) return turn_blocks_of<256>(width, n, x);
+  for (int step = 1; step < width; step *= 2)
     for (int i = 0; i < n; i += 2 * step)
       for (int j = i; j < i + step; j++) {
         float a = x[j], b = x[j + step];
         x[j] = a + b;
         x[j + step] = a - b;
       }
-  float unit = 1 / std::sqrt((double)width);
-  for (int i = 0; i < n; i++) x[i] *= unit;
+  for (int i = 0; i < n; i++) x[i] *= (float)(1 / std::sqrt((double)width));
 }
 
 static inline vi round_to_int(vf x) {          // to nearest even, for |x| < 2^22
@@ -133,8 +168,9 @@ static inline vi encode(int type, vf x) {
 
 // x [n] of one group -> codes; returns the scale in fp16
 static uint16_t quantize_group(int type, const float* x, int n, uint8_t* codes) {
-  float group[GROUP] = {};
-  copy_floats(x, n, group);
+  float padded[GROUP] = {};
+  if (n < GROUP) copy_floats(x, n, padded);
+  const float* group = n < GROUP ? padded : x;
   vf abs_max = {};
   for (int i = 0; i < GROUP; i += LANES) {
     vf v = load<vf>(group + i);
@@ -148,13 +184,16 @@ static uint16_t quantize_group(int type, const float* x, int n, uint8_t* codes) 
   }
   uint16_t scale = float_to_half(largest / (type == INT4 ? -8 : type == INT8 ? 127 : 448));
   float inverse = scale & 0x7fff ? 1 / half_to_float(scale) : 0;
-  uint8_t bytes[GROUP];
+  uint8_t bytes[GROUP], packed[GROUP / 2];
   for (int i = 0; i < GROUP; i += LANES) {
     vi code = encode(type, load<vf>(group + i) * inverse);
-    store(bytes + i, __builtin_convertvector(code, vi8_quarter));
+    store_bytes(bytes + i, code);
   }
-  if (type != INT4) memcpy(codes, bytes, n);
-  else for (int i = 0; i < n; i += 2) codes[i / 2] = bytes[i] | bytes[i + 1] << 4;
+  for (int i = 0; type == INT4 && i < GROUP / 2; i++)
+    packed[i] = bytes[2 * i] | bytes[2 * i + 1] << 4;
+  if (n < GROUP) memcpy(codes, type == INT4 ? packed : bytes, type == INT4 ? n / 2 : n);
+  else if (type == INT4) memcpy(codes, packed, GROUP / 2);
+  else memcpy(codes, bytes, GROUP);
   return scale;
 }
 
@@ -179,6 +218,13 @@ static void read_vector(const Cache& cache, long i, int H, int n, float* to) {
     float scale = half_to_float(cache.scales[i * n_group(H) + h / GROUP]);
     int j = 0;
     if (cache.type == INT4) {
+      for (; j + 2 * LANES <= end; j += 2 * LANES) {
+        int8_t bytes[2 * LANES];
+        vu16_half pairs = load_bytes(codes + j / 2);
+        store(bytes, (pairs | pairs << 4) & 0x0f0f);
+        for (int i = 0; i < 2 * LANES; i += LANES)
+          store(to + j + i, (load_int8_as_float(bytes + i) - 8.0f) * scale);
+      }
       for (; j < end; j += 2) {
         to[j] = ((codes[j / 2] & 15) - 8) * scale;
         to[j + 1] = ((uint8_t)codes[j / 2] / 16 - 8) * scale;

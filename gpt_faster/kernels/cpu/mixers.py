@@ -10,17 +10,15 @@ list (layers.Operations).
 
 from torch import Tensor, nn
 
-from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import supports_head_matrices
 from gpt_faster.kernels.cpu.linears import norm_struct, supports_linear, supports_norm
 from gpt_faster.layers.block import post_norm_of
 from gpt_faster.layers.delta import DeltaNet
-from gpt_faster.layers.latent import LatentAttention, LatentCache, PaddedSDPA
+from gpt_faster.layers.latent import LatentAttention, PaddedSDPA
 from gpt_faster.layers.norms import SoftCap, WideNorm
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.layers.short_conv import ShortConvolution
-from model import KVCache
 
 MAX_DECODE_ROWS = 64                               # B T of a call that counts as a decode step
 
@@ -39,7 +37,7 @@ class AttentionMixer:
     def supports(layer: nn.Module) -> bool:
         attn, attend = layer.attn, getattr(layer.attn, "attend", None)
         linears = [getattr(attn, name, None) for name in (*input_linears_of(attn), "wo")]
-        if None in linears or not hasattr(attend, "scale") or not has_plain_cache(attn):
+        if None in linears or not hasattr(attend, "scale"):
             return False
         has_scores = not hasattr(attend, "sinks") or isinstance(attend.cap, SoftCap | nn.Identity)
         if getattr(attend, "slopes", None) is not None or getattr(attn, "softplus_gate", False):
@@ -64,7 +62,8 @@ class AttentionMixer:
     def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.Attention:
         """buffers: by the linears' names, and "attended"."""
         attend, cache = attn.attend, attn.cache
-        n_row, K, S, H = cache.k.shape
+        n_row, K, S, _ = cache.k.shape
+        H = attn.head_dim
         sinks, cap = (getattr(attend, name, None) for name in ("sinks", "cap"))
         norms = {name: norm_struct(getattr(attn, name, nn.Identity()), H)
                  for name in ("q_norm", "k_norm", "v_norm")}
@@ -75,7 +74,7 @@ class AttentionMixer:
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
             has_keys=queries == "wqkv", qkv=buffers[queries],
             gate=buffers["gate"] if "gate" in self.input_linears else None, sinks=sinks,
-            k_cache=cache.k, v_cache=cache.v, out=buffers["attended"], **norms)
+            k_cache=cache_struct(cache, "k"), v_cache=cache_struct(cache, "v"), out=buffers["attended"], **norms)
 
 
 def input_linears_of(attn: nn.Module) -> list[str]:
@@ -104,8 +103,7 @@ class LatentMixer:
             queries, norms = [attn.wqkv_a, attn.wq_b], (*norms, attn.q_a_norm)
         else:
             queries = [attn.wq_kv_a]
-        return (type(attn.attend) is PaddedSDPA and has_plain_cache(attn)
-                and all(map(supports_norm, norms))
+        return (type(attn.attend) is PaddedSDPA and all(map(supports_norm, norms))
                 and all(map(supports_linear, (*queries, attn.wo)))
                 and all(map(supports_head_matrices, (attn.wk_b, attn.wv_b))))
 
@@ -123,8 +121,8 @@ class LatentMixer:
         if attn.has_q_rank:
             ops.linear("attn.wq_b", "wqkv_a", "wq_b", attn.q_a_norm, x_stride=stride)
             q, q_stride = ops.buffers["wq_b"], N * (attn.nope_dim + self.rope_dim)
-        cache = attn.cache.k
-        n_row, S, _ = cache.shape
+        cache = cache_struct(attn.cache, "k")
+        n_row, S, _ = attn.cache.k.shape
         ops.add_with_positions(native.Latent(
             kind=native.LATENT, N=N, nope=attn.nope_dim, rope=self.rope_dim, rank=self.rank, S=S,
             n_row=n_row, q_stride=q_stride, k_stride=stride, norm=norm_struct(attn.kv_a_norm), q=q,
@@ -205,13 +203,10 @@ class ShortConvMixer:
             x=buffers["wbcx"], inputs=inputs, out=buffers["attended"])
 
 
-def has_plain_cache(attn: nn.Module) -> bool:
-    """Is the cache in the model's dtype? Checked again when setup_cache() exchanges it."""
-    is_plain = attn.cache is None or type(attn.cache) in (KVCache, LatentCache)
-    if not is_plain:
-        torch_internals.note_once("the CPU kernels don't support a quantized KV cache; running "
-                                  "attention in eager PyTorch")
-    return is_plain
+def cache_struct(cache: nn.Module, name: str) -> native.Cache:
+    """name: k or v, of a cache in the model's dtype or of layers/quantized_cache.py."""
+    return native.cache_of(getattr(cache, name), getattr(cache, f"{name}_scale", None),
+                           getattr(cache, f"{name}_turn", 1))
 
 
 def store_transposed(taps: nn.Parameter) -> None:

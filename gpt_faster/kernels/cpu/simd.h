@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -81,6 +82,19 @@ static inline vi16 load_int8(const void* p) {
   return (vi16)_mm256_cvtepi8_epi16(load<__m128i>(p));
 #else
   return __builtin_convertvector(load<vi8_half>(p), vi16);
+#endif
+}
+
+// The low byte of each lane
+static inline void store_bytes(void* p, vi x) {
+#if defined(__AVX512F__)
+  store(p, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(__AVX2__) && !defined(WITH_512_BITS)
+  __m256i bytes = _mm256_shuffle_epi8((__m256i)x, _mm256_set1_epi32(0x0c080400));
+  store(p, _mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(bytes),
+                                                _mm256_extracti128_si256(bytes, 1))));
+#else
+  store(p, __builtin_convertvector(x, vi8_quarter));
 #endif
 }
 
@@ -214,6 +228,25 @@ static inline vf tanh_of(vf x) {
   return (1.0f - e) / (1.0f + e);
 }
 
+// y[i] = x[index[i]]
+static inline vi permute(vi x, vi index) {
+#ifdef __clang__
+  vi y;
+  for (int i = 0; i < LANES; i++) y[i] = x[index[i]];
+  return y;
+#else
+  return __builtin_shuffle(x, index);
+#endif
+}
+
+// Lane i gets x[i ^ STEP]. Indices by a sequence: GCC builds those of a loop at run time.
+typedef std::make_integer_sequence<int, LANES> LaneSequence;
+template <int STEP, int... I>
+static inline vf swap_lanes(vf x, std::integer_sequence<int, I...>) {
+  return (vf)permute((vi)x, vi{(I ^ STEP)...});
+}
+template <int STEP> static inline vf swap_lanes(vf x) { return swap_lanes<STEP>(x, LaneSequence()); }
+
 static inline float horizontal_sum(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
@@ -236,20 +269,11 @@ static inline float horizontal_max(vf x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
 #endif
-  float y = x[0];
-  for (int i = 1; i < LANES; i++) y = std::max(y, x[i]);
-  return y;
-}
-
-// y[i] = x[index[i]]
-static inline vi permute(vi x, vi index) {
-#ifdef __clang__
-  vi y;
-  for (int i = 0; i < LANES; i++) y[i] = x[index[i]];
-  return y;
-#else
-  return __builtin_shuffle(x, index);
-#endif
+  if constexpr (LANES > 8) x = max_of(x, swap_lanes<8>(x));
+  x = max_of(x, swap_lanes<4>(x));
+  x = max_of(x, swap_lanes<2>(x));
+  x = max_of(x, swap_lanes<1>(x));
+  return x[0];
 }
 
 // Selects from the concatenation of a and b
