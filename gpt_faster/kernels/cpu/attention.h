@@ -202,7 +202,8 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
   int width = qkv_width(op);
   int n_query = (block.t1 - block.t0) * heads_per_kv;
   bool has_int_keys = op.k_cache.type == INT8 || op.k_cache.type == INT4;
-  size_t n_int_float = has_int_keys ? IntQueries::n_float(n_query, H) : 0;
+  bool has_int_queries = has_int_keys && is_direct(op, n_query);
+  size_t n_int_float = has_int_queries ? IntQueries::n_float(n_query, H) : 0;
   float* q = reserve(thread_scratch, (size_t)n_query * (2 * Hp + KEY_BLOCK) + 3 * KEY_BLOCK * Hp
                                          + n_int_float);
   float* score = q + n_query * Hp;
@@ -216,7 +217,7 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
     const float* from = op.qkv + ((long)block.b * op.T + t) * width + head * H;
     for (int h = 0; h < H; h++) q[r * Hp + h] = from[h] * op.scale;
     std::fill(q + r * Hp + H, q + (r + 1) * Hp, 0.0f);
-    if (has_int_keys && is_direct(op, 1)) int_q.quantize(r, q + r * Hp, H, op.k_cache.type == INT4);
+    if (has_int_queries) int_q.quantize(r, q + r * Hp, H, op.k_cache.type == INT4);
     state.max[r] = -INFINITY;
     state.sum[r] = 0;
   }
@@ -233,7 +234,7 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
     if (n_row == 0) continue;
     long first_key = cache_index(op, block.b, block.kv_head, key);
     float *s = score + first_row * KEY_BLOCK, *out = state.out + first_row * Vp;
-    bool direct = is_direct(op, n_row);
+    bool direct = has_int_keys ? has_int_queries : is_direct(op, n_row);
     if (direct) {
       direct_scores(op.k_cache, first_key, n, H, n_row, q + first_row * Hp,
                     int_q.from_row(first_row, H, op.k_cache.type == INT4), k, s);
