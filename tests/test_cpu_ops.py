@@ -9,6 +9,7 @@ import shutil
 import subprocess
 
 import pytest
+import test_cpu_cache
 import tiny
 import torch
 from helpers import GREEDY, generated, make_batch
@@ -176,6 +177,16 @@ def any_cpu(other_library, monkeypatch):
     monkeypatch.setattr(native, "panel_width", other_library.panel_width)
 
 
+def test_caches_of_codes_on_other_cpus(any_cpu):
+    """By vectors of 16 lanes, by bf16 tiles, and by instructions that every CPU has."""
+    for precisions in (("int8", "int8"), ("int4", "int4"), ("fp8", "fp8"), ("int4", "int8")):
+        for H in (40, 64, 128):
+            test_cpu_cache.check_codes(precisions, H)
+            for T in (1, 3, 50):
+                test_cpu_cache.check(T, 2, T, precisions, 90, H=H, is_turned=True)
+                test_cpu_cache.check(T, 2, T, precisions, 290, H=H, out_dtype=torch.bfloat16)
+
+
 def test_other_cpus(any_cpu):
     for kind in FORMATS:
         for n_row in (1, 2, 5, 9, 13, 17, 33, 40, 49, 70):
@@ -290,9 +301,9 @@ def check_attention(seed, n_row, T, window, cap, sinks, K=2, share=3, H=24, dtyp
         n_key=kv_len, mask_stride_b=T * kv_len, mask_stride_t=kv_len, rope_stride_b=T * H // 2, slot_stride_b=T, cos=cos.data_ptr(),
         sin=sin.data_ptr(), mask=mask.data_ptr(), slot=todo[0].data_ptr(), rows=rows.data_ptr())
     op = native.Attention(
-        kind=native.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, V=H, S=S, n_row=n_row + 1, cache_type=native.TYPES[dtype], scale=0.3,
+        kind=native.ATTENTION, has_keys=True, B=n_row, T=T, N=N, K=K, H=H, V=H, S=S, n_row=n_row + 1, scale=0.3,
         cap=cap or 0.0, positions=ctypes.addressof(at), sinks=sink.data_ptr() if sinks else None,
-        qkv=todo[5].data_ptr(), k_cache=ours[0].data_ptr(), v_cache=ours[1].data_ptr(), out=out.data_ptr())
+        qkv=todo[5].data_ptr(), k_cache=native.cache_of(ours[0]), v_cache=native.cache_of(ours[1]), out=out.data_ptr())
     native.run([ctypes.addressof(op)])
 
     def turned(x):
