@@ -16,7 +16,7 @@ case ${1:-} in address | thread | -* | "") ;; *) die "unknown sanitizer $1: expe
 command -v g++ > /dev/null || die "no g++: apt-get install g++"
 [ -x .venv/bin/pytest ] || die "no pytest in .venv: bash scripts/setup.sh requirements-dev.txt"
 if [[ ${1:-} == address || ${1:-} == thread ]]; then kinds=("$1"); shift; fi
-tests=(tests/test_cpu_ops.py tests/test_delta.py tests/test_short_conv.py tests/test_latent.py)
+tests=(tests/test_cpu_ops.py tests/test_cpu_cache.py tests/test_delta.py tests/test_short_conv.py tests/test_latent.py)
 here=$PWD/.cache/sanitize
 export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive GPT_FASTER_CACHE=$here
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
