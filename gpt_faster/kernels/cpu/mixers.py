@@ -74,7 +74,8 @@ class AttentionMixer:
             scale=attend.scale, cap=cap.cap if isinstance(cap, SoftCap) else 0.0,
             has_keys=queries == "wqkv", qkv=buffers[queries],
             gate=buffers["gate"] if "gate" in self.input_linears else None, sinks=sinks,
-            k_cache=cache_struct(cache, "k"), v_cache=cache_struct(cache, "v"), out=buffers["attended"], **norms)
+            k_cache=cache_struct(cache, "k"), v_cache=cache_struct(cache, "v"),
+            out=buffers["attended"], **norms)
 
 
 def input_linears_of(attn: nn.Module) -> list[str]:
