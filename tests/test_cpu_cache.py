@@ -17,7 +17,7 @@ from model import visible
 pytestmark = pytest.mark.kernels
 
 PRECISIONS = ("int8", "int4", "fp8")
-HEADS = (24, 36, 40, 64, 80, 96, 128, 256)
+HEADS = (16, 24, 32, 36, 40, 64, 80, 96, 128, 256)
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,7 @@ static inline vu load_words(const void* p, int H) {     // of a narrower head: h
 
 // Can vectors of H elements be read directly?
 static inline bool is_direct(const Cache& cache, int H) {
-  if (cache.type == INT4) return H % (8 * LANES) == 0 || H == 4 * LANES * (LANES / 8);
+  if (cache.type == INT4) return H % (8 * LANES) == 0 || (LANES > 8 && H == 4 * LANES);
   return H % NR == 0 && (cache.type <= BF16 || H % GROUP == 0);
 }
 
