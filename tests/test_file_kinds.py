@@ -28,7 +28,7 @@ import checkpoint as core
 import tokenizer
 from gpt_faster import loading
 from gpt_faster.cli import quantizing, session
-from gpt_faster.formats.gguf_file import can_dequantize, read_gguf_header
+from gpt_faster.formats.gguf_file import INTEGERS, can_dequantize, read_gguf_header
 from gpt_faster.formats.load import load_model, open_checkpoint, read_checkpoint
 from gpt_faster.loading import weight_files
 from gpt_faster.server import main as serving
@@ -293,7 +293,14 @@ def split(source, directory, stem="m"):
 
 REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 UNKNOWN = sorted({*range(60), 97, 137, 200} - {kind.value for kind in gguf.GGMLQuantizationType} - set(REMOVED))
-NOT_DEQUANTIZED = [kind for kind in gguf.GGMLQuantizationType if not can_dequantize(kind)]
+NOT_DEQUANTIZED = [kind for kind in gguf.GGMLQuantizationType if not can_dequantize(kind) and kind.name not in INTEGERS]
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType[name] for name in INTEGERS])
+def test_integers_for_weights(capsys, model_gguf, tmp_path, kind):
+    """A drafter's ids are integers, weights are not."""
+    path = rewritten(model_gguf, tmp_path / "m.gguf", kinds={"blk.0.attn_q.weight": kind.value})
+    assert "layers.0.attn.wq.weight has dtype torch.int" in refused(capsys, path)
 
 
 @pytest.mark.parametrize("kind", [*REMOVED, *UNKNOWN, *(kind.value for kind in NOT_DEQUANTIZED)])

@@ -236,7 +236,7 @@ static void read_vector(const Cache& cache, long i, int H, int n, float* to) {
       for (; j + LANES <= end; j += LANES)
         store(to + j, load_fp8((const Fp8*)codes + j) * (scale * FP8_UNIT));
       for (; j < end; j++)
-        to[j] = half_to_float((uint16_t)((int8_t)codes[j] << 7 & 0xbf80)) * (scale * FP8_UNIT);
+        to[j] = half_to_float((uint16_t)((int8_t)codes[j] * 128 & 0xbf80)) * (scale * FP8_UNIT);
     }
   }
 }
