@@ -160,7 +160,7 @@ def shard(source, n: int | None = None, me: int | None = None):
         cfg = shard_config(source.cfg, n)
     except ValueError as e:
         raise ValueError(f"{source.path.name}: {e}") from None
-    split = split_of(cfg)
+    split = split_of(source.cfg)
     if cfg.vocab_size < source.cfg.vocab_size:
         split |= VOCABULARY
     tensors = dict(source.tensors)

@@ -25,8 +25,10 @@ from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import FusedExperts
 from gpt_faster.layers.attention import AttentionVariant, ScoredAttention
+from gpt_faster.layers.block import NoBranch
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.feed_forward import GATED, UNGATED
+from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.moe import MoEVariant, RoutedMoE
 from model import ModelConfig, MoE, Transformer, visible
 from quantize import Int4, Int8, dequantize
@@ -368,8 +370,11 @@ def test_every_family_by_operations(families, name):
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
-        known = (whole or not other_attention and not isinstance(mixer, GatedDelta),
-                 cfg.activation not in ("relu", "xielu") and not (other_router and isinstance(layer.ffn, MoE)),
+        state_space = isinstance(mixer, Mamba2 | AttentionAndMamba) or isinstance(layer.attn, NoBranch)
+        has_experts = isinstance(layer.ffn, MoE)
+        known = (whole or not other_attention and not state_space and not isinstance(mixer, GatedDelta),
+                 cfg.activation not in ("relu", "xielu") and not (has_experts and (other_router or not getattr(cfg.moe, "gated", True)))
+                 and not isinstance(layer.ffn, NoBranch) and not isinstance(layer.attn, NoBranch),
                  getattr(getattr(layer, "end", None), "gate", None) is not None)
         assert getattr(layer.forward, "supported", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)

@@ -357,7 +357,7 @@ def test_int8_functions_alone():
 HEADS = [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none"), ("int8", "none"), ("int8", "int4")]
 EVERY = [(name, *mode) for name in tiny.FAMILIES for mode in HEADS[:2]]
 EVERY += [(name, *mode) for name in ("llama2", "llama3", "qwen2_moe", "gemma3_text", "gpt2") for mode in HEADS[2:]]
-QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(wq|wk|wv|[qkv]|wo|gate|wq_a|wq_b|wkv_a|wk_b|wv_b|wb|wc|wx)|ffn\.(shared\.)?(gate|up|down)"
+QUANTIZED = re.compile(r"layers\.\d+\.(attn\.(mamba\.)?(wq|wk|wv|[qkv]|wo|gate|wq_a|wq_b|wkv_a|wk_b|wv_b|wb|wc|wx)|ffn\.(shared\.)?(gate|up|down)"
                        r"|end\.(gate|down))$")
 
 
@@ -429,10 +429,11 @@ def test_logits_are_those_of_the_numbers(families, name, mode, head):
     low = load_model(in_memory, BF16, "cpu")
     used = {m.kernel.name for m in low.modules() if isinstance(m, PackedLinear)}
     cpu = {"int8": {INT8_CPU.name}, "int4": {INT4_CPU.name}}
-    assert all(used & cpu[kind] for kind in {mode, head} - {"none"}) and used <= cpu["int8"] | cpu["int4"]
+    others = {PLAIN.name} if plain.cfg.moe and not getattr(plain.cfg.moe, "gated", True) else set()    # experts without a gate
+    assert all(used & cpu[kind] for kind in {mode, head} - {"none"}) and used <= cpu["int8"] | cpu["int4"] | others
     off = [torch.cat([((a - b).norm(dim=-1) / b.norm(dim=-1)).flatten() for a, b in zip(logits, expected)]).median()
            for logits in (lengths_of(low), lengths_of(load_model(plain, BF16, "cpu")))]    # a router may flip
-    assert off[0] < 1.5 * off[1] < 0.3, off
+    assert off[0] < (2.5 if others else 1.5) * off[1] < 0.3, off       # plain formulas round the dequantized weights too
 
 
 @pytest.mark.parametrize("name", tiny.FAMILIES)

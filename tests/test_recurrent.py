@@ -396,7 +396,7 @@ def test_what_a_config_of_mamba_may_not_say():
             config_from_hf(base | change)
     base = {**base, "model_type": "nemotron_h", "n_groups": 2}
     blocks = config_from_hf(base | dict(hybrid_override_pattern="M-M*-M-M-*"))[0].block.branches
-    assert blocks == (None, "attn", None, None, None, "attn")
+    assert blocks == (None, "attn_only", None, None, None, "attn_only")
     for pattern in ("MX", ["mamba", "rwkv"]):
         with pytest.raises(ValueError, match="expected mamba, attention, mlp or moe"):
             config_from_hf(base | dict(hybrid_override_pattern=pattern))

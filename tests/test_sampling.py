@@ -384,7 +384,7 @@ def test_noise_is_of_seed_and_position():
     others += [noise[0].roll(1), *device.noise(every, pos + (1 << 20))]
     some = torch.tensor([[3, 77, n - 1], [0, 5, 6]])
     assert torch.equal(device.noise(every, pos, some), noise.gather(1, some))
-    chance = device.chance(torch.tensor([1]), torch.arange(n))
+    chance = device.chance(torch.tensor([1]), torch.arange(n))[0]
     assert (chance >= 0).all() and (chance < 1).all() and abs(chance.mean() - 0.5) < 5 / (12 * n) ** 0.5
     assert abs(torch.corrcoef(torch.stack((chance, exponential(chance).roll(1), noise[0])))[0, 1:]).max() < 5 / n**0.5
     assert torch.corrcoef(torch.stack(others)).fill_diagonal_(0).abs().max() < 5 / n**0.5

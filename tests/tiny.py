@@ -267,10 +267,10 @@ FAMILIES = {
     "nemotron_h": lambda: hf.NemotronHConfig(**NEMOTRON, layers_block_type=["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]),
     "nemotron_h-experts": lambda: hf.NemotronHConfig(
         **NEMOTRON, **MOE, layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe", "mlp"], n_routed_experts=8,
-        moe_shared_expert_intermediate_size=48, routed_scaling_factor=1.5, n_group=2, topk_group=1),
+        moe_shared_expert_intermediate_size=64, routed_scaling_factor=1.5, n_group=2, topk_group=1),
     "nemotron_h-latent": lambda: hf.NemotronHConfig(
         **NEMOTRON, **MOE, layers_block_type=["mlp", "linear_attention", "moe", "full_attention", "moe"], n_routed_experts=8,
-        moe_shared_expert_intermediate_size=48, moe_latent_size=32),
+        moe_shared_expert_intermediate_size=64, moe_latent_size=32),
     "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
                                                                   num_experts_per_tok=2, position_embedding_type="rope"),
     "muse_glimmer": lambda: hf.MuseGlimmerConfig(

@@ -249,7 +249,7 @@ def _nemotron_h_respelled(c):
         else:
             ours.append([None, kind])
         places.append((len(ours) - 1, {"M": "mamba", "*": "self_attn"}.get(kind, "mlp")))
-    branches = {(True, False): "attn", (False, True): "ffn", (True, True): None}
+    branches = {(True, False): "attn_only", (False, True): "ffn_only", (True, True): None}
     return _mamba_respelled({
         **c, "mamba_hidden_act": c.get("mamba_hidden_act") or "silu",
         "num_hidden_layers": len(ours), "nemotron_places": places,
@@ -323,7 +323,8 @@ def _gpt2_respelled(c):
 def _granite_hybrid_respelled(c):
     """Granite 4.0: attention or Mamba in each layer, dense or with experts."""
     spelled = {"attention": "full_attention", "mamba": "linear_attention"}
-    kinds = c.get("layer_types") or ["linear_attention"] * c["num_hidden_layers"]
+    kinds = (c.get("layer_types") or c.get("layers_block_type")
+             or ["linear_attention"] * c["num_hidden_layers"])
     kinds = [spelled.get(kind, kind) for kind in kinds]
     if "linear_attention" in kinds:
         c = _mamba_respelled(c)

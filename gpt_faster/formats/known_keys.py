@@ -145,11 +145,12 @@ OF_MODEL_TYPES = (
     ("mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
      "mamba_n_heads mamba_proj_bias time_step_limit",
      "granitemoehybrid bamba falcon_h1 nemotron_h"),
-    ("hybrid_override_pattern layers_block_type mamba_head_dim mamba_hidden_act mamba_num_heads "
-     "mlp_hidden_act moe_latent_size moe_shared_expert_intermediate_size ssm_state_size",
+    ("conv_kernel hybrid_override_pattern mamba_head_dim mamba_hidden_act mamba_num_heads "
+     "mlp_hidden_act moe_latent_size moe_shared_expert_intermediate_size n_groups ssm_state_size "
+     "use_conv_bias",
      "nemotron_h"),
-    ("conv_kernel n_groups use_conv_bias",
-     "nemotron_h"),
+    ("layers_block_type",
+     "granitemoehybrid nemotron_h"),
     ("max_window_layers",
      "qwen2 qwen3 qwen2_moe qwen2_vl_text qwen2_5_vl_text dots1 qwen2_5_omni_text"),
     ("mlp_bias",

@@ -200,7 +200,7 @@ def check_config(cfg: ModelConfig) -> None:
     if isinstance(cfg.block, BlockVariant):
         tiled |= dict(norm_placement=cfg.block.norm_placement, branches=cfg.block.branches)
         for branch in cfg.block.branches:
-            _one_of("branches", branch, (None, "attn", "ffn"))
+            _one_of("branches", branch, (None, "attn_only", "ffn_only"))
         for place in cfg.block.norm_placement:
             _one_of("norm_placement", place, (None, "pre", "post"))
     for name, values in (tiled | dict(widths=widths)).items():

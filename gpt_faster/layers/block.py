@@ -36,7 +36,7 @@ class BlockVariant(Part):
     end: bool = False                              # per-layer embeddings and an output scale
     widths: tuple = (None,)                        # tiled over layers: Widths, None: the model's
     norm_placement: tuple = (None,)                # by layer, tiled: "pre", "post" (OLMo Hybrid)
-    branches: tuple = (None,)                      # by layer, tiled: "attn" or "ffn" alone, None:
+    branches: tuple = (None,)                      # by layer, tiled: "attn_only", "ffn_only", None:
                                                    # both (Nemotron-H)
     kind: str = "block_variant"                    # name in a .pth
 
@@ -90,9 +90,9 @@ class VariantBlock(Block):
             self.ffn_norm = nn.Identity()
         self.post_attn_norm, self.post_ffn_norm = branch_output(), branch_output()
         only = of_layer(layer, variant.branches)
-        if only == "attn":
+        if only == "attn_only":
             self.ffn, self.ffn_norm, self.post_ffn_norm = no_branch()
-        elif only == "ffn":
+        elif only == "ffn_only":
             self.attn, self.attn_norm, self.post_attn_norm = no_branch()
         dim = cfg.per_layer.dim if cfg.per_layer else 0
         self.end = LayerOutput(cfg, norm() if dim else None, dim) if variant.end else nn.Identity()
