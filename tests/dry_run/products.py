@@ -218,7 +218,8 @@ def read(launch, n_sm: int, known: dict) -> Product:
         kernel = device.compile_launch(launch)
         known[key] = kernel, sass.read(kernel, 1)
     kernel, code = known[key]
-    loop = sum(code.in_loop.values())              # all tiles of a program but its last
+    # a turn of the loop: all tiles of a program but its last
+    loop = code.listing.instructions(2) - code.listing.instructions(1)
     instructions = code.instructions + loop * (tiles - 2 if tiles > 1 else -1 if loop else 0)
     if args["one_tile"]:
         instructions = code.instructions
