@@ -9,7 +9,7 @@ length (here fixed; adaptive in decoding/draft_length.py).
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -159,6 +159,32 @@ class Drafter:
         tokens, whatever the caches hold. To measure a round's time, and to warm up."""
 
 
+def missing(rows: Rows, n_cached: list[int], n_last: int, most: int,
+            longest_call: int) -> Iterator[tuple]:
+    """The positions that a drafter has to compute for drafting rows which lack more than `most` of
+    those before their last n_last tokens, in calls of up to longest_call tokens.
+
+    Yields: which of the round's rows [b], their numbers in the batch [b], pos [b, T] (a shorter row
+    has padding at its next position), and the kv_len that covers all calls. Then n_cached, by row
+    of the batch, counts them.
+    """
+    ends = {i: n - n_last for i, n in enumerate(rows.lengths) if rows.drafting[i]}
+    ends = {i: end for i, end in ends.items() if end - n_cached[rows.index[i]] > most}
+    if not ends:
+        return
+    numbers, device = [rows.index[i] for i in ends], rows.pos.device
+    starts = [n_cached[row] for row in numbers]
+    which, batch_idx = to_device(list(ends), device), to_device(numbers, device)
+    first, end = (to_device(n, device)[:, None] for n in (starts, list(ends.values())))
+    n_longest = max(b - a for a, b in zip(starts, ends.values()))
+    size = max(1, longest_call // len(ends))       # tokens of each row in a call
+    for at in range(0, n_longest, size):
+        place = torch.arange(at, min(at + size, n_longest), device=device)
+        yield which, batch_idx, (first + place).minimum(end), max(ends.values()) + 1
+    for row, end in zip(numbers, ends.values()):
+        n_cached[row] = end
+
+
 def draft_one_token(model, tokens, pos, last, kv_len, drafts, sampler, n_vocab,
                     batch_idx=None) -> tuple:
     """Run tokens [b, T] at pos [T] or [b, T], and draft one more after the one at index `last`
@@ -243,28 +269,13 @@ class ModelDrafter(Drafter):
 
     def _catch_up(self, rows: Rows, history: Tensor) -> None:
         """Prefill all but the last token of rows that lack more than two."""
-        model, device = self.model, history.device
-        behind = [i for i, row in enumerate(rows.index)
-                  if rows.drafting[i] and rows.lengths[i] - self.n_cached[row] > 2]
-        if not behind:
-            return
-        starts = [self.n_cached[rows.index[i]] for i in behind]
-        ends = [rows.lengths[i] - 1 for i in behind]
-        first, end = (to_device(values, device)[:, None] for values in (starts, ends))
-        history = history[to_device(behind, device)]
-        batch_idx = to_device([rows.index[i] for i in behind], device)
-        n_longest = max(e - s for s, e in zip(starts, ends))
-        size = max(1, model.longest_call // len(behind))       # tokens of all rows in a call
-        for at in range(0, n_longest, size):
-            place = torch.arange(at, min(at + size, n_longest), device=device)
-            pos = (first + place).minimum(end)     # padding: the row's next position
-            tokens, kv_len = history.gather(1, pos), max(ends)
+        model = self.model
+        for which, batch_idx, pos, kv_len in missing(rows, self.n_cached, 1, 1, model.longest_call):
+            tokens = history[which].gather(1, pos)
             if model.max_batch_size == 1:
                 model(tokens, pos[0], 1, kv_len)
             else:
-                model(tokens, pos, 1, kv_len + 1, batch_idx)
-        for i in behind:
-            self.n_cached[rows.index[i]] = rows.lengths[i] - 1
+                model(tokens, pos, 1, kv_len, batch_idx)
 
     def accepted(self, row: int, n: int, found: int | None) -> None:
         self.n_cached[row] = min(self.n_cached[row], n)

@@ -20,7 +20,7 @@ from gpt_faster.decoding.mtp import DRAFT_VOCAB, first_rows
 from gpt_faster.layers.dflash import DFlash, DFlashConfig
 from model import Transformer, row_index
 from sampling import Sampler, draw
-from speculate import Drafter, Rows, draw_draft, joined
+from speculate import Drafter, Rows, draw_draft, joined, missing
 
 PUBLISHED_ACCEPTANCE = 0.855                       # of each draft: 6.36 tokens a round of 15 drafts
                                                    # (Qwen3-8B on GSM8K, SGLang PR 16818)
@@ -122,28 +122,13 @@ class DFlashDrafter(Drafter):
 
     def _catch_up(self, rows: Rows) -> None:
         """Add the context of a prompt and of plain decode steps, but for the last few positions."""
-        most = self.window or self.draft.cfg.block_size
-        behind = [i for i, row in enumerate(rows.index) if rows.drafting[i]
-                  and rows.lengths[i] - 1 - self.n_cached[row] > most]
-        if not behind:
-            return
-        draft, device = self.draft, rows.pos.device
-        starts = [self.n_cached[rows.index[i]] for i in behind]
-        ends = [rows.lengths[i] - 2 for i in behind]
-        first, end = (to_device(values, device)[:, None] for values in (starts, ends))
-        batch_idx = to_device([rows.index[i] for i in behind], device)
-        n_longest = max(e - s for s, e in zip(starts, ends))
-        size = max(1, draft.longest_call // len(behind))       # positions of all rows in a call
-        for at in range(0, n_longest, size):
-            place = torch.arange(at, min(at + size, n_longest), device=device)
-            pos = (first + place).minimum(end)     # padding: the row's next position
+        draft, most = self.draft, self.window or self.draft.cfg.block_size
+        for _, batch_idx, pos, _ in missing(rows, self.n_cached, 2, most - 1, draft.longest_call):
             states = self.states(batch_idx, pos)
             if draft.max_batch_size == 1:
                 draft.add_context(states, pos[0])
             else:
                 draft.add_context(states, pos, None, batch_idx)
-        for i in behind:
-            self.n_cached[rows.index[i]] = rows.lengths[i] - 2
 
     def states(self, batch_idx: Tensor | None, pos: Tensor) -> Tensor:
         """The target's hidden states at pos [b, T] of these rows: [b, T, K D']."""

@@ -21,7 +21,7 @@ from gpt_faster.layers.gemma4_assistant import AssistantConfig
 from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from model import Transformer, row_index
 from sampling import Sampler
-from speculate import Drafter, Rows, draw_draft, joined
+from speculate import Drafter, Rows, draw_draft, joined, missing
 
 MAX_DRAFT = 4                                      # the head's own hidden states drift after that
 DRAFT_VOCAB = 65_536                               # lowest ids, which are the most frequent tokens
@@ -130,28 +130,14 @@ class MTPDrafter(Drafter):
 
     def _catch_up(self, rows: Rows) -> None:
         """Fill the slots of a prompt and of plain decode steps, up to the last max_draft + 1."""
-        behind = [i for i, row in enumerate(rows.index) if rows.drafting[i]
-                  and rows.lengths[i] - 1 - self.n_cached[row] > self.max_draft + 1]
-        if not behind:
-            return
-        device = rows.pos.device
-        starts = [self.n_cached[rows.index[i]] for i in behind]
-        ends = [rows.lengths[i] - 2 for i in behind]
-        first, end = (to_device(values, device)[:, None] for values in (starts, ends))
-        history = rows.history[to_device(behind, device)]
-        batch_idx = to_device([rows.index[i] for i in behind], device)
-        n_longest = max(e - s for s, e in zip(starts, ends))
-        size = max(1, self.head.longest_call // len(behind))   # tokens of all rows in a call
-        for at in range(0, n_longest, size):
-            place = torch.arange(at, min(at + size, n_longest), device=device)
-            slots = (first + place).minimum(end)   # padding: the row's next slot
-            args = history.gather(1, slots + 1), self.hidden_states(batch_idx, slots)
-            if self.head.max_batch_size == 1:
-                self.head(*args, slots[0], 1, max(ends) + 1)
+        head = self.head
+        calls = missing(rows, self.n_cached, 2, self.max_draft, head.longest_call)
+        for which, batch_idx, slots, kv_len in calls:
+            args = rows.history[which].gather(1, slots + 1), self.hidden_states(batch_idx, slots)
+            if head.max_batch_size == 1:
+                head(*args, slots[0], 1, kv_len)
             else:
-                self.head(*args, slots, 1, max(ends) + 1, batch_idx)
-        for i in behind:
-            self.n_cached[rows.index[i]] = rows.lengths[i] - 2
+                head(*args, slots, 1, kv_len, batch_idx)
 
     def hidden_states(self, batch_idx: Tensor | None, slots: Tensor) -> Tensor:
         """The model's normalized hidden states at positions slots [b, T] -> [b, T, D]."""

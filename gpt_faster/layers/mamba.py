@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpt_faster.layers.part import IN, OUT, Part
-from gpt_faster.layers.recurrent import StateRing, convolve, scan
+from gpt_faster.layers.recurrent import StateRing, convolve, scan, start
 from model import Attention
 
 CHUNK = 64                                         # tokens per chunk in chunked()
@@ -131,16 +131,9 @@ class Mamba(nn.Module):
 
     def forward(self, x, rope, slot, mask, batch_idx=None):
         """slot: the positions. rope and mask are unused. Padding leaves the state unchanged."""
-        B, T, _ = x.shape
-        pos = slot.expand(B, T)
-        mixed = self.qkv(x)
-        if self.cache is None:
-            earlier = mixed.new_zeros(B, self.shape.n_tap - 1, mixed.shape[-1])
-            state = mixed.new_zeros(B, *self.state_shape(), dtype=torch.float32)
-        else:
-            earlier, state = self.cache.read(pos, batch_idx)
-        mixed = torch.cat((earlier, mixed), dim=1)                         # [B, n_tap - 1 + T, C]
-        in_order = (pos == pos[:, :1] + torch.arange(T, device=x.device))[..., None]
+        pos = slot.expand(x.shape[:2])
+        mixed, state, in_order = start(self.cache, self.qkv(x), pos, batch_idx, self.shape.n_tap,
+                                       self.state_shape())
         q, k, v = self.queries_keys_values(mixed)
         step = F.softplus(self.decay(x).float() + self.decay_bias)         # [B, T, N]
         step = step.clamp(self.shape.min_step, self.shape.max_step)

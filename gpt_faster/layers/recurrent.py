@@ -40,6 +40,21 @@ def convolve(mixed: Tensor, taps: Tensor, bias: Tensor | None) -> Tensor:
     return y
 
 
+def start(cache: "StateRing | None", new: Tensor, pos: Tensor, batch_idx: Tensor | None, n_tap: int,
+          state: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """What a call at pos [B, T] begins from, zeros without a cache: the convolution's inputs with
+    those before the call [B, n_tap - 1 + T, C], from its new ones [B, T, C]; the state [B, *state],
+    fp32; and in_order [B, T, 1], False at padding."""
+    B, T, _ = new.shape
+    if cache is None:
+        earlier = new.new_zeros(B, n_tap - 1, new.shape[-1])
+        first = new.new_zeros(B, *state, dtype=torch.float32)
+    else:
+        earlier, first = cache.read(pos, batch_idx)
+    in_order = pos == pos[:, :1] + torch.arange(T, device=new.device)
+    return torch.cat((earlier, new), dim=1), first, in_order[..., None]
+
+
 def gather(t: Tensor, index: Tensor) -> Tensor:
     """t [B, T, …] at index [B, n], clamped to 0 -> [B, n, …]"""
     row = torch.arange(len(t), device=t.device)[:, None]
