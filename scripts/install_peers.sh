@@ -6,12 +6,14 @@
 # transformers, llama.cpp  .venv-peers, with the same torch and gguf pins as ours; llama-server is
 #                          built for this CPU (with clang-19, else clang, else g++) from the sources
 #                          in llama-cpp-python
+# ik_llama.cpp             the same of its fork, from the sources in ik-llama-cpp-python: .venv-peers-ik_llama.cpp
 # openvino                 .venv-peers-openvino; onnxruntime: .venv-peers-onnxruntime; vllm:
 #                          .venv-peers-vllm (CPU build): they need other package versions
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 llama_cpp=llama-cpp-python==0.3.36
+ik_llama_cpp=ik-llama-cpp-python==0.1.5
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 2; }
@@ -57,37 +59,50 @@ transformers() {
 }
 
 llama.cpp() {
-  local stamp=.venv-peers/built-llama.cpp build=.venv-peers/build cc=gcc cxx=g++ cpu name
   transformers || return 1
-  for name in clang-19 clang; do
-    command -v "$name" > /dev/null && cc=$name cxx=${name/clang/clang++} && break
-  done
-  cpu=$(grep -m 1 '^flags' /proc/cpuinfo 2> /dev/null || uname -m)   # rebuild on another CPU
-  printf '%s\n' "$llama_cpp" "$cxx" "$cpu" | cmp -s - "$stamp" && return
-  for name in cmake "$cxx"; do
-    command -v "$name" > /dev/null || { say "llama.cpp: $name not found: apt-get install cmake g++"; return 1; }
-  done
-  say "Building llama.cpp from $llama_cpp with $cxx for this CPU (15 minutes on two cores)"
-  rm -rf "$build"
-  mkdir "$build"
-  build_llama_server "$build" "$cc" "$cxx" > "$build/log" 2>&1 \
-    || { say "llama.cpp: build failed, see $build/log: $( (grep -i error "$build/log" || cat "$build/log") | tail -n 1)"; return 1; }
-  rm -rf "$build"
-  printf '%s\n' "$llama_cpp" "$cxx" "$cpu" > "$stamp"
+  llama_server .venv-peers llama.cpp "$llama_cpp"
 }
 
-# build_llama_server DIRECTORY CC CXX: build from the source package into .venv-peers/bin
+ik_llama.cpp() {
+  [ -x .venv-peers-ik_llama.cpp/bin/python ] || "$python" -m venv .venv-peers-ik_llama.cpp || return 1
+  llama_server .venv-peers-ik_llama.cpp ik_llama.cpp "$ik_llama_cpp"
+}
+
+# llama_server DIRECTORY NAME PACKAGE: DIRECTORY/bin/llama-server for this CPU, unless it is there
+llama_server() {
+  local directory=$1 name=$2 package=$3
+  local stamp=$directory/built-$name build=$directory/build cc=gcc cxx=g++ cpu compiler tool
+  for compiler in clang-19 clang; do
+    command -v "$compiler" > /dev/null && cc=$compiler cxx=${compiler/clang/clang++} && break
+  done
+  cpu=$(grep -m 1 '^flags' /proc/cpuinfo 2> /dev/null || uname -m)   # rebuild on another CPU
+  printf '%s\n' "$package" "$cxx" "$cpu" | cmp -s - "$stamp" && return
+  for tool in cmake "$cxx"; do
+    command -v "$tool" > /dev/null || { say "$name: $tool not found: apt-get install cmake g++"; return 1; }
+  done
+  say "Building $name from $package with $cxx for this CPU (15 minutes on two cores)"
+  rm -rf "$build"
+  mkdir "$build"
+  build_llama_server "$directory" "$name" "$package" "$cc" "$cxx" > "$build/log" 2>&1 \
+    || { say "$name: build failed, see $build/log: $( (grep -i error "$build/log" || cat "$build/log") | tail -n 1)"; return 1; }
+  rm -rf "$build"
+  printf '%s\n' "$package" "$cxx" "$cpu" > "$stamp"
+}
+
+# build_llama_server DIRECTORY NAME PACKAGE CC CXX: from the source package into DIRECTORY/bin
 build_llama_server() {
-  .venv-peers/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
-    --no-binary "${llama_cpp%==*}" -d "$1" "$llama_cpp" \
-    && tar -xzf "$1"/*.tar.gz -C "$1" --strip-components 1 \
-    && cmake -S "$1/vendor/llama.cpp" -B "$1/out" -DCMAKE_BUILD_TYPE=Release \
-      -DCMAKE_C_COMPILER="$2" -DCMAKE_CXX_COMPILER="$3" -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON \
-      -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+  local build=$1/build
+  "$1/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps \
+    --no-binary "${3%==*}" -d "$build" "$3" \
+    && tar -xzf "$build"/*.tar.gz -C "$build" --strip-components 1 \
+    && cmake -S "$build/vendor/$2" -B "$build/out" -DCMAKE_BUILD_TYPE=Release \
+      -DCMAKE_C_COMPILER="$4" -DCMAKE_CXX_COMPILER="$5" -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON \
+      -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
+      -DLLAMA_BUILD_EXAMPLES="$([ "$2" = llama.cpp ] && echo OFF || echo ON)" \
       -DLLAMA_BUILD_UI=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_NUMBER=0 \
-      -DLLAMA_BUILD_COMMIT="$llama_cpp" \
-    && cmake --build "$1/out" --target llama-server -j "$(nproc)" \
-    && mv "$1/out/bin/llama-server" .venv-peers/bin/
+      -DLLAMA_BUILD_COMMIT="$3" -DGGML_IQK_FA_ALL_QUANTS=OFF \
+    && cmake --build "$build/out" --target llama-server -j "$(nproc)" \
+    && mv "$build/out/bin/llama-server" "$1/bin/"
 }
 
 openvino() {
@@ -107,11 +122,11 @@ vllm() {
 }
 
 ready=()
-[ $# -gt 0 ] || set -- transformers llama.cpp openvino onnxruntime vllm
+[ $# -gt 0 ] || set -- transformers llama.cpp ik_llama.cpp openvino onnxruntime vllm
 for peer in "$@"; do
   case $peer in
-    transformers | llama.cpp | openvino | onnxruntime | vllm) ;;
-    *) die "unknown peer $peer: expected transformers, llama.cpp, openvino, onnxruntime, vllm" ;;
+    transformers | llama.cpp | ik_llama.cpp | openvino | onnxruntime | vllm) ;;
+    *) die "unknown peer $peer: expected transformers, llama.cpp, ik_llama.cpp, openvino, onnxruntime, vllm" ;;
   esac
   if "$peer"; then ready+=("$peer"); fi
 done

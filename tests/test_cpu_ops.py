@@ -580,8 +580,9 @@ def nothing_built(tmp_path, monkeypatch):
 
 
 def fake_compiler(tmp_path, monkeypatch, script):
+    """It takes every option, and runs the script where it is to compile."""
     path = tmp_path / "c++"
-    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.write_text(f"#!/bin/sh\ncase \"$*\" in *-fsyntax-only*) exit 0;; esac\n{script}\n")
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
 

@@ -32,7 +32,7 @@ GGUF_FORMATS = {"none": "BF16", "int8": "Q8_0", "int4-g32": "Q4_0"}       # the 
 
 def environment(name: str) -> Path:
     """The peer's virtual environment (scripts/install_peers.sh), else ours."""
-    for directory in (f".venv-peers-{name}", ".venv-peers"):
+    for directory in (f".venv-peers-{name.partition('-')[0]}", ".venv-peers"):
         path = WORKER.parents[2] / directory
         if (path / "bin/python").exists():
             return path
@@ -149,7 +149,7 @@ def peer_starter(name: str, source, shape: str | None, device: torch.device,
 def peer_path(name: str, source, shape: str | None, weights: Weights) -> Path:
     """The model in a format that the peer reads, exported if needed. ValueError if impossible."""
     path = source.path
-    if name == "llama.cpp":
+    if "llama.cpp" in name:
         gguf_format = GGUF_FORMATS.get(weights.quantization)
         if not gguf_format or weights.dtype != torch.bfloat16:
             raise ValueError(f"no GGUF format is equivalent to {weights.quantization} weights in "

@@ -140,6 +140,9 @@ class LlamaCpp:
     COMPUTES = {"none": "BF16 weights, activations rounded to bfloat16 for their products",
                 "int8": "Q8_0 weights, activations quantized to 8 bits in blocks of 32",
                 "int4-g32": "Q4_0 weights, activations quantized to 8 bits in blocks of 32"}
+    NAME = "llama.cpp"
+    OPTIONS = ("--no-kv-unified", "--cache-ram", 0, "--fit", "off",
+               "--load-mode", "none")              # none: no page faults
 
     def __init__(self, args):
         if args.device == "cuda":
@@ -151,16 +154,16 @@ class LlamaCpp:
         self.log = tempfile.TemporaryFile("w+", errors="replace")
         self.process = None
         self._start(1)
-        package = re.search(r"commit ([^\s)]+)", self._run("--version"))[1]
-        system = self._run("--verbosity", "4", "--model", os.devnull, "--port", "0")
-        features = " ".join(re.findall(r"(\w+) = 1", system))
-        self.version = (f"llama.cpp of {package} ({features}): {self.COMPUTES[args.weights]}, "
-                        "float16 KV cache")
+        package = Path(sys.prefix, f"built-{self.NAME}").read_text().splitlines()[0]
+        self.version = (f"{self.NAME} of {package} ({self._features()}): "
+                        f"{self.COMPUTES[args.weights]}, float16 KV cache")
 
-    def _run(self, *argv):
-        """Run llama-server -> its output."""
-        return subprocess.run([self.binary, *argv], stdout=subprocess.PIPE, text=True,
-                              stderr=subprocess.STDOUT).stdout
+    def _features(self):
+        """The instructions that it was built for, as it prints them."""
+        command = self.binary, "--verbosity", "4", "--model", os.devnull, "--port", "0"
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True,
+                                stderr=subprocess.STDOUT).stdout
+        return " ".join(re.findall(r"(\w+) = 1", output))
 
     def _start(self, n_slots):
         """(Re)start the server with n_slots slots of args.length positions each."""
@@ -173,8 +176,7 @@ class LlamaCpp:
         command = [
             self.binary, "--model", self.args.path, "--host", "127.0.0.1", "--port", port,
             "--threads", self.args.threads, "--threads-batch", self.args.threads,
-            "--parallel", n_slots, "--ctx-size", self.args.length * n_slots, "--no-kv-unified",
-            "--cache-ram", 0, "--fit", "off", "--load-mode", "none"]       # none: no page faults
+            "--parallel", n_slots, "--ctx-size", self.args.length * n_slots, *self.OPTIONS]
         self.process = subprocess.Popen([str(part) for part in command], stdout=self.log,
                                         stderr=subprocess.STDOUT)
         atexit.register(self.process.kill)
@@ -211,7 +213,7 @@ class LlamaCpp:
             raise ValueError(f"{timings['prompt_n']} + {timings['predicted_n']} tokens instead of "
                              f"{len(prompt)} + {n_new}: is --length too small?")
         decode_s = timings["predicted_ms"] / 1e3
-        return out["tokens"], timings["prompt_ms"] / 1e3, decode_s, seconds
+        return out.get("tokens", []), timings["prompt_ms"] / 1e3, decode_s, seconds
 
     def __call__(self, prompt, n_new, batch):
         if batch > 1:
@@ -236,6 +238,19 @@ class LlamaCpp:
     def peak_bytes(self):
         """Peak memory of the server process."""
         return resident_peak(self.process.pid)
+
+
+class IkLlamaCpp(LlamaCpp):
+    """ik_llama.cpp's server, which does not tell the ids of its tokens."""
+
+    NAME = "ik_llama.cpp"
+    OPTIONS = "--cache-ram", 0, "--no-mmap"
+
+
+class RepackedIkLlamaCpp(IkLlamaCpp):
+    """The same with its weights rearranged for this CPU when they are loaded."""
+
+    OPTIONS = *IkLlamaCpp.OPTIONS, "--run-time-repack"
 
 
 class StepEngine:
@@ -414,7 +429,9 @@ class VLLM(StepEngine):
 
 
 PEERS = {"transformers": Transformers, "transformers-compile": CompiledTransformers,
-         "llama.cpp": LlamaCpp, "openvino": OpenVINO, "onnxruntime": ONNXRuntime, "vllm": VLLM}
+         "llama.cpp": LlamaCpp,
+         "ik_llama.cpp": IkLlamaCpp, "ik_llama.cpp-repacked": RepackedIkLlamaCpp,
+         "openvino": OpenVINO, "onnxruntime": ONNXRuntime, "vllm": VLLM}
 PEER_NAMES = tuple(PEERS)
 
 

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cmath>
-#include <omp.h>
 
 #include "direct_attention.h"
 #include "kv_cache.h"
@@ -372,7 +371,7 @@ static void attention(const Attention& op, Phase* phase, int n_thread) {
     int n_key = (block.key1 - block.key0 + plan.n_split - 1) / plan.n_split;
     block.key0 += i % plan.n_split * round_up(n_key, NR);
     block.key1 = std::min(block.key1, block.key0 + round_up(n_key, NR));
-    SoftmaxState state = plan.softmax_state(memory, plan.n_split > 1 ? i : omp_get_thread_num());
+    SoftmaxState state = plan.softmax_state(memory, plan.n_split > 1 ? i : thread_index());
     if (has_bf16_tiles(op)) attend<uint16_t>(op, block, state);
     else attend<float>(op, block, state);
     if (plan.n_split == 1) write(block, state, 1);

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import itertools
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -45,13 +46,31 @@ ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "
 # ---- The library --------------------------------------------------------------------------------
 
 def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX") or "g++") or shutil.which("clang++")
+    """$CXX, g++ or clang++. ARM's registers are half as wide as our vectors: GCC keeps such ones in
+    memory, so there clang comes first."""
+    names = ["g++", "clang++"]
+    if platform.machine() in ("aarch64", "arm64"):
+        names.reverse()
+    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "", *names))), None)
 
 
 def options() -> tuple[str, ...]:
-    """Compiler options; clang rejects GCC's -f[no-]tree-*."""
+    """OPTIONS as this compiler has them.
+
+    clang rejects GCC's -f[no-]tree-*, and may be without OpenMP (threads.h has threads for that);
+    for ARM some versions spell -march=native as -mcpu=native.
+    """
+    def accepts(*options):
+        command = [compiler(), *options, "-fsyntax-only", "-x", "c++", os.devnull]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
     is_clang = "clang" in Path(compiler()).name
-    return tuple(option for option in OPTIONS if not (is_clang and "-tree-" in option))
+    known = [option for option in OPTIONS if not (is_clang and "-tree-" in option)]
+    if not accepts("-march=native"):
+        known[known.index("-march=native")] = "-mcpu=native"
+    if not accepts("-fopenmp", "-include", "omp.h"):
+        known.remove("-fopenmp")
+    return tuple(known)
 
 
 def library_path() -> Path:

@@ -94,8 +94,7 @@ static void run_ops(const int32_t* const* ops, int n_op, int n_thread) {
       n_float = std::max(n_float, shared_scratch_size(ops[begin + i], n_thread));
     }
     reserve(shared_scratch, n_float);
-#pragma omp parallel num_threads(n_thread) if (n_thread > 1)
-    {
+    on_threads(n_thread, [&] {
       for (int i = 0; i < n; i++) {
         try {                                  // if this thread fails, the others run its tasks
           run_op(ops[begin + i], phases[i], n_thread);
@@ -104,7 +103,7 @@ static void run_ops(const int32_t* const* ops, int n_op, int n_thread) {
         }
       }
       release_tiles();
-    }
+    });
   }
 }
 

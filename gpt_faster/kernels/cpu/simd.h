@@ -14,14 +14,20 @@
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
+#if defined(__ARM_NEON) && !defined(WITH_512_BITS)
+#include <arm_neon.h>
+#define NEON                                   // vectors are pairs of its registers
+#endif
 
-#if defined(__AVX512BF16__) || defined(WITH_BF16)
-constexpr bool HAS_BF16 = true;                // bf16 dot products of 2 (vdpbf16ps)
+#if defined(__AVX512BF16__) || defined(WITH_BF16) \
+    || (defined(NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC))
+constexpr bool HAS_BF16 = true;                // bf16 dot products of 2 (vdpbf16ps, bfdot)
 #else
 constexpr bool HAS_BF16 = false;
 #endif
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(WITH_INT8_DOT)
-constexpr bool HAS_INT8_DOT = true;            // int8 dot products of 4 (vpdpbusd)
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(WITH_INT8_DOT) \
+    || (defined(NEON) && defined(__ARM_FEATURE_DOTPROD))
+constexpr bool HAS_INT8_DOT = true;            // int8 dot products of 4 (vpdpbusd, sdot)
 #else
 constexpr bool HAS_INT8_DOT = false;
 #endif
@@ -64,6 +70,20 @@ template <class V> static inline void store(void* p, V v) { memcpy(p, &v, sizeof
 static inline void prefetch(const void* p, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)p + PREFETCH_DISTANCE + i);
 }
+
+#ifdef NEON
+static inline int32x4_t low(vi x) { return (int32x4_t)__builtin_shufflevector(x, x, 0, 1, 2, 3); }
+static inline int32x4_t high(vi x) { return (int32x4_t)__builtin_shufflevector(x, x, 4, 5, 6, 7); }
+static inline vi join(int32x4_t a, int32x4_t b) {
+  return (vi)__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+
+static inline int32x4_t dot2(int32x4_t acc, int32x4_t a, int32x4_t x) {
+  int16x8_t pairs = (int16x8_t)a, others = (int16x8_t)x;
+  int32x4_t first = vmull_s16(vget_low_s16(pairs), vget_low_s16(others));
+  return vaddq_s32(acc, vpaddq_s32(first, vmull_high_s16(pairs, others)));
+}
+#endif
 
 static inline vf load_bf16(const uint16_t* p) {
 #if defined(__AVX512F__)
@@ -124,6 +144,9 @@ static inline vi dot2(vi acc, vi16 a, int32_t pair) {
   return acc + (vi)_mm512_madd_epi16((__m512i)a, _mm512_set1_epi32(pair));
 #elif defined(__AVX2__) && !defined(WITH_512_BITS)
   return acc + (vi)_mm256_madd_epi16((__m256i)a, _mm256_set1_epi32(pair));
+#elif defined(NEON)
+  int32x4_t pairs = vdupq_n_s32(pair);
+  return join(dot2(low(acc), low((vi)a), pairs), dot2(high(acc), high((vi)a), pairs));
 #else
   return acc + ((vi)a << 16 >> 16) * (int32_t)(int16_t)pair + ((vi)a >> 16) * (pair >> 16);
 #endif
@@ -138,10 +161,24 @@ static inline vi dot2(vi acc, vi16 a, vi16 x) {
   return acc + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)x);
 #elif defined(__AVX2__) && !defined(WITH_512_BITS)
   return acc + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)x);
+#elif defined(NEON)
+  return join(dot2(low(acc), low((vi)a), low((vi)x)), dot2(high(acc), high((vi)a), high((vi)x)));
 #else
   return acc + ((vi)a << 16 >> 16) * ((vi)x << 16 >> 16) + ((vi)a >> 16) * ((vi)x >> 16);
 #endif
 }
+
+#if defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
+static inline int32x4_t dot4(int32x4_t acc, int32x4_t a, int8x16_t x) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  return vusdotq_s32(acc, (uint8x16_t)a, x);
+#else                                          // signed only: 128 less, and 128 times x
+  int32x4_t sums = vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(1), x);
+  return vaddq_s32(vdotq_s32(acc, veorq_s8((int8x16_t)a, vdupq_n_s8(-128)), x),
+                   vshlq_n_s32(sums, 7));
+#endif
+}
+#endif
 
 // acc + dot products of 4 bytes per 32-bit lane; a is uint8, x int8 in [-127, 127], broadcast
 static inline vi dot4(vi acc, vi a, int32_t x) {
@@ -149,6 +186,9 @@ static inline vi dot4(vi acc, vi a, int32_t x) {
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)a, _mm512_set1_epi32(x));
 #elif defined(__AVXVNNI__)
   return (vi)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)a, _mm256_set1_epi32(x));
+#elif defined(NEON) && defined(__ARM_FEATURE_DOTPROD)
+  int8x16_t bytes = (int8x16_t)vdupq_n_s32(x);
+  return join(dot4(low(acc), low(a), bytes), dot4(high(acc), high(a), bytes));
 #else
   for (int i = 0; i < 32; i += 8) acc += ((a >> i) & 255) * (int32_t)(int8_t)(x >> i);
   return acc;
@@ -176,6 +216,11 @@ static inline vi widen_sums(vi16 sums) { return dot2(vi{}, sums, 0x00010001); }
 static inline vf dot2_bf16(vf acc, vi a, int32_t x) {
 #if defined(__AVX512BF16__)
   return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)_mm512_set1_epi32(x));
+#elif defined(NEON) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  bfloat16x8_t pair = (bfloat16x8_t)vdupq_n_s32(x);
+  float32x4_t first = vbfdotq_f32((float32x4_t)low((vi)acc), (bfloat16x8_t)low(a), pair);
+  float32x4_t second = vbfdotq_f32((float32x4_t)high((vi)acc), (bfloat16x8_t)high(a), pair);
+  return (vf)join((int32x4_t)first, (int32x4_t)second);
 #else
   return acc + low_bf16(a) * bf16_to_float(x) + high_bf16(a) * bf16_to_float((uint32_t)x >> 16);
 #endif

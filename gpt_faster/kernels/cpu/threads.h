@@ -1,4 +1,5 @@
-// Dynamic scheduling of an operation's tasks over the OpenMP threads, and scratch buffers.
+// Dynamic scheduling of an operation's tasks over threads, and scratch buffers. The threads are OpenMP's,
+// or the standard library's where the compiler has no OpenMP, as Apple's.
 
 #pragma once
 
@@ -12,6 +13,72 @@
 
 #ifdef __x86_64__
 #include <immintrin.h>
+#endif
+
+#ifdef _OPENMP
+#include <omp.h>
+
+static int thread_index() { return omp_get_thread_num(); }
+
+// Runs work() on n threads, of which the caller is the first
+template <class F> static void on_threads(int n, F work) {
+#pragma omp parallel num_threads(n) if (n > 1)
+  work();
+}
+#else
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+
+static thread_local int index_of_thread = 0;
+static int thread_index() { return index_of_thread; }
+
+// Threads that sleep between regions. A region waits for those that have begun it, not for all: tasks
+// are claimed, so the caller may do all of them, as it must in a fork, which has no other threads.
+class ThreadPool {
+  std::mutex mutex;
+  std::condition_variable begins, ends;
+  const std::function<void()>* work = nullptr; // of the region; null between regions
+  long region = 0;
+  int n_thread = 0, n_busy = 0, n_started = 1; // of the region; of them working; the caller is one
+
+  void serve(int index) {
+    index_of_thread = index;
+    long last = 0;
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      begins.wait(lock, [&] { return work && region != last && index < n_thread; });
+      last = region;
+      n_busy++;
+      const std::function<void()>& current = *work;
+      lock.unlock();
+      current();
+      lock.lock();
+      if (--n_busy == 0) ends.notify_one();
+    }
+  }
+
+ public:
+  void run(int n, const std::function<void()>& region_work) {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (; n_started < n; n_started++) std::thread(&ThreadPool::serve, this, n_started).detach();
+    work = &region_work;
+    n_thread = n;
+    region++;
+    lock.unlock();
+    begins.notify_all();
+    region_work();
+    lock.lock();
+    work = nullptr;
+    ends.wait(lock, [&] { return n_busy == 0; });
+  }
+};
+
+template <class F> static void on_threads(int n, F work) {
+  static ThreadPool& pool = *new ThreadPool;   // never destroyed: its threads outlive main()
+  if (n > 1) pool.run(n, work);
+  else work();
+}
 #endif
 
 static std::atomic<bool> has_failed;           // a task ran out of memory
@@ -28,7 +95,7 @@ template <class F> static void run_tasks(Phase& phase, int n, int step, F task) 
   for (int begin; (begin = phase.next.fetch_add(step)) < n;) {
     int end = std::min(begin + step, n);
     for (int i = begin; i < end; i++) {
-      try {                                    // exceptions must not leave an OpenMP region
+      try {                                    // exceptions must not leave a thread
         task(i);
       } catch (const std::exception&) {
         has_failed = true;
