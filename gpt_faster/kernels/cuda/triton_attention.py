@@ -3,8 +3,9 @@
 The keys in use are split over programs; the last program to finish combines the partial results.
 How many splits have keys is read from device memory, so that one compiled step serves every length:
 the other programs of the grid leave at once. New keys and values never come from the cache: split 0
-takes them from qkv and stores them, and all programs ignore what their slots hold. Imported on a
-GPU only.
+takes them from qkv and stores them, and all programs ignore what their slots hold. Keys and
+values of a quantized cache stay turned: queries are turned, and the result is turned back. Imported
+on a GPU only.
 
     y = launch(qkv, None, None, cos, sin, mask, slot, k_cache, v_cache, None, arrivals, scale, …)
 """
@@ -140,17 +141,17 @@ def _write(y, sinks, row_max, row_sum, acc, head, b, N: tl.constexpr, G: tl.cons
     wide = tl.arange(0, WIDE)[None, :]
     at = ((b * T + r // G) * N + n_head)[:, None] * H + wide
     average = acc / row_sum.T
-    if V_TURN > 0:
-        average = triton_cache.turn(average, V_TURN)                       # back
+    average = triton_cache.turn(average, V_TURN)                           # back
     tl.store(y + at, average.to(y.dtype.element_ty), is_row[:, None] & (wide < H))
 
 
 @triton.jit
 def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_scale, v_scale,
-               sinks, arrivals, partials, y, scale, cap, eps, angle_stride, mask_stride, slot_stride, kv_len,
-               n_slot, ring: tl.constexpr, N: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
-               H: tl.constexpr, WIDE: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
-               S: tl.constexpr, ROWS: tl.constexpr, NEW: tl.constexpr, n_split: tl.constexpr, AT: tl.constexpr,
+               sinks, arrivals, partials, y, scale, cap, eps, angle_stride, mask_stride,
+               slot_stride, kv_len, n_slot, ring: tl.constexpr, N: tl.constexpr,
+               K: tl.constexpr, T: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr,
+               Q: tl.constexpr, R: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
+               NEW: tl.constexpr, n_split: tl.constexpr, AT: tl.constexpr,
                K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_TURN: tl.constexpr,
                V_TURN: tl.constexpr, precision: tl.constexpr, use_pdl: tl.constexpr):
     if use_pdl:                                    # let the next kernel load its weights
@@ -186,8 +187,9 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_sc
     k_cache += first_slot * (H // 2 if K_KIND == "int4" else H)
     v_cache += first_slot * (H // 2 if V_KIND == "int4" else H)
     if k_scale is not None:
-        k_scale += first_slot * ((H + 31) // 32)
-        v_scale += first_slot * ((H + 31) // 32)
+        n_scale: tl.constexpr = (H + triton_cache.GROUP - 1) // triton_cache.GROUP
+        k_scale += first_slot * n_scale
+        v_scale += first_slot * n_scale
     kind = qkv.dtype.element_ty
     new_k = tl.zeros([ROWS, WIDE], kind)
     if split == 0:                                 # no program reads these slots
@@ -238,8 +240,9 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_sc
         row_max, row_sum, acc = _attend(qs, k, v, visible, scale, cap, row_max, row_sum, acc,
                                         precision)
     if split == 0:
-        row_max, row_sum, acc = _attend(qs, _repeat(new_k, NEW), _repeat(new_v, NEW), new_visible != 0, scale, cap, row_max,
-                                        row_sum, acc, precision)
+        row_max, row_sum, acc = _attend(qs, _repeat(new_k, NEW), _repeat(new_v, NEW),
+                                        new_visible != 0, scale, cap, row_max, row_sum, acc,
+                                        precision)
 
     if n_active == 1:
         _write(y, sinks, row_max, row_sum, acc, head, b, N, G, T, H, Q, WIDE,
@@ -271,7 +274,8 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
            k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_turn: int = 1,
            v_turn: int = 1) -> Tensor:
     """qkv [B, T, (N + 2K) H], cos sin [(B, 1,) T, H/2], mask [(B, 1,) T, S], slot [(B,) T], caches
-    [B, K, S', H], to which new keys and values are written -> [B, T, N H].
+    [B, K, S', H], to which new keys and values are written -> [B, T, N H]. k_scale, v_scale,
+    k_turn, v_turn: of layers/quantized_cache.py, whose codes the caches are then.
     """
     B, T, width = qkv.shape
     K, n_slot, _ = k_cache.shape[1:]
@@ -300,9 +304,9 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     at_once = min(n_split, max(1, MAX_PARTIALS * 32 * n_warp // (rows * wide)))
     _attention[(K, n_split, B)](
         qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_scale, v_scale, sinks,
-        arrivals, partials, y, scale, cap, eps, angle_stride, mask_stride, slot_stride, mask.shape[-1], n_slot, ring,
-        N, K, T, H, wide, Q, rows, keys, n_new, max(16, n_new), n_split, at_once,
-        *kinds, k_turn.bit_length() - 1, v_turn.bit_length() - 1,
+        arrivals, partials, y, scale, cap, eps, angle_stride, mask_stride, slot_stride,
+        mask.shape[-1], n_slot, ring, N, K, T, H, wide, Q, rows, keys, n_new, max(16, n_new),
+        n_split, at_once, *kinds, k_turn.bit_length() - 1, v_turn.bit_length() - 1,
         "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlap),
         num_warps=n_warp, num_stages=2, **overlap)
     return y

@@ -23,8 +23,8 @@ GROUP = tl.constexpr(_GROUP)                       # values with one scale
 def turn(x, LOG: tl.constexpr):
     """Multiply each 2^LOG values of x fp32 [R, WIDE] by a Hadamard matrix / sqrt(2^LOG).
 
-    The additions have the order of quantized_cache.turn(): pairs (i, i + n), neighbours first. Views
-    and sums of two leave each value where it is, so that most of them are shuffles in a warp.
+    The additions have the order of quantized_cache.turn(): pairs (i, i + n), neighbours first.
+    Views and sums of two leave each value with its thread: most are shuffles in a warp.
     """
     R: tl.constexpr = x.shape[0]
     WIDE: tl.constexpr = x.shape[1]
