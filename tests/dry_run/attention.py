@@ -92,7 +92,7 @@ CASES = {
     "int8, bfloat16": Case(dtype=torch.bfloat16, H=128, starts=(205,), T=5, cache="int8"),
     "bfloat16": Case(dtype=torch.bfloat16, H=128, starts=(205,), length=512),
     "bfloat16, verified": Case(dtype=torch.bfloat16, H=128, starts=(205,), T=5, length=512)}
-MOST = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of a truncated bfloat16
+MOST = {torch.float32: 2e-6, torch.bfloat16: 2e-2}  # of a truncated bfloat16; turned, it is twice
 
 
 @torch.inference_mode()
@@ -214,7 +214,8 @@ def unwritten_is_nan():
 def judge(case: Case, launch=None) -> tuple[bool, str]:
     torch.manual_seed(0)
     with unwritten_is_nan():
-        return within(MOST[case.dtype], compare, case=case, launch=launch)
+        most = MOST[case.dtype] * (2 if case.cache else 1)
+        return within(most, compare, case=case, launch=launch)
 
 
 def dot(self, a, b, acc, input_precision, max_num_imprecise_acc):
