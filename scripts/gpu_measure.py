@@ -117,7 +117,8 @@ def dry_sizes() -> gpu.Sizes:
             moe_intermediate_size=32)}
     return gpu.Sizes(
         products={"qkv": (96, 128, False, True), "gate, up": (64, 128, True, True)},
-        attention=(((4, 2, 16), 1, 20, 32), ((4, 2, 16), 3, 20, 64)),
+        attention=(((4, 2, 16), 1, 20, 32), ((4, 2, 16), 3, 20, 64),
+                   ((4, 2, 16), 1, 20, 32, "int4")),
         cycled=1, launches=2, replays=2, new_tokens=4, prompt=24, repetitions=1, clients=2,
         requests=3, models=models, engines=dict(torch_compile="kv_cache"))
 

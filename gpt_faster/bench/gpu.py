@@ -8,6 +8,7 @@ runs each row's code on a CPU. It knows no plan and starts no part.
 """
 
 import contextlib
+import copy
 import gc
 import json
 import subprocess
@@ -29,10 +30,16 @@ from gpt_faster.bench.exports import export_hf
 from gpt_faster.bench.machine import ROOT, synchronize
 from gpt_faster.bench.workloads import Workload
 from gpt_faster.formats.known_shapes import with_random_weights
-from gpt_faster.kernels.cuda.cached_attention import cached_attention, plain_attention
+from gpt_faster.kernels.cuda.cached_attention import (
+    cached_attention,
+    plain_attention,
+    scales_and_turns,
+)
 from gpt_faster.kernels.cuda.matvec import matvec
 from gpt_faster.kernels.cuda.products import INT4_CUDA, INT8_CUDA
+from gpt_faster.layers.quantized_cache import QuantizedCache
 from gpt_faster.loading import open_model
+from model import KVCache
 from tokenizer import NullTokenizer
 
 # a layer of Llama-3.1-8B: outputs (of gate and up: each), inputs, gated, normalized
@@ -41,7 +48,8 @@ PRODUCTS = {"qkv": (6144, 4096, False, True), "out": (4096, 4096, False, False),
 # heads, key heads, head width; new tokens; keys; slots of the cache
 ATTENTION = (((32, 8, 128), 1, 205, 208), ((32, 8, 128), 1, 205, 16384),
              ((32, 8, 128), 1, 8192, 16384), ((32, 8, 64), 1, 205, 208),
-             ((32, 8, 64), 1, 8192, 16384), ((32, 8, 128), 5, 8192, 16384))
+             ((32, 8, 64), 1, 8192, 16384), ((32, 8, 128), 5, 8192, 16384),
+             ((32, 8, 128), 1, 8192, 16384, "int8"), ((32, 8, 128), 1, 8192, 16384, "int4"))
 MOST_ERROR = 0.03                                  # relative, in bf16; right ones have 0.005
 
 
@@ -231,12 +239,15 @@ def products(run: Run) -> None:
 
 def attention(run: Run) -> None:
     """A layer's attention, by the keys in use and by the cache's length."""
-    for heads, T, used, length in run.sizes.attention:
+    for heads, T, used, length, *precision in run.sizes.attention:
         name = f"attention, {heads} heads, {T} new, {used} keys in a cache of {length}"
-        run.row(name, 2, one_attention, run, heads, T, used, length)
+        name = " ".join([name, *precision])
+        run.row(name, 2, one_attention, run, heads, T, used, length, *precision)
 
 
-def one_attention(run: Run, heads: tuple, T: int, used: int, length: int) -> dict:
+def one_attention(run: Run, heads: tuple, T: int, used: int, length: int,
+                  precision: str = "") -> dict:
+    """precision: of a quantized cache."""
     N, K, H = heads
     device = run.device
     qkv = torch.randn(1, T, (N + 2 * K) * H, device=device).bfloat16()
@@ -244,19 +255,28 @@ def one_attention(run: Run, heads: tuple, T: int, used: int, length: int) -> dic
     slot = torch.arange(used - T, used, device=device)
     mask = torch.arange(length, device=device) <= slot[:, None]
     n_set = max(2, -(-run.sizes.cycled // (4 * K * length * H)))
-    sets = [[torch.randn(1, K, length, H, device=device).bfloat16() for _ in range(2)]
-            for _ in range(n_set)]
+    sets = [random_cache((1, K, length, H), precision, device) for _ in range(n_set)]
+    n_byte = sum(t.nbytes for t in sets[0].buffers()) * used // length
     arrivals = torch.zeros(256 * N, dtype=torch.int32, device=device)
 
-    def launch(caches, attend=cached_attention):
-        return attend(qkv, None, None, cos, sin, mask, slot, *caches, None, arrivals, H**-0.5,
-                      None, 1e-5, False)
-    expected = launch([cache.clone() for cache in sets[0]], plain_attention).float()
+    def launch(cache, attend=cached_attention):
+        return attend(qkv, None, None, cos, sin, mask, slot, cache.k, cache.v, None, arrivals,
+                      H**-0.5, None, 1e-5, False, *scales_and_turns(cache))
+    expected = launch(copy.deepcopy(sets[0]), plain_attention).float()
     error = ((launch(sets[0]).float() - expected).norm() / expected.norm()).item()
     assert error < MOST_ERROR, f"off by {error:.1e} of the result"
-    us = microseconds(run, [lambda caches=caches: launch(caches) for caches in sets])
-    return dict(us=round(us, 2), tb_s=round(4 * K * used * H / us / 1e6, 3),
-                off_by=float(f"{error:.1e}"))
+    us = microseconds(run, [lambda cache=cache: launch(cache) for cache in sets])
+    return dict(us=round(us, 2), tb_s=round(n_byte / us / 1e6, 3), off_by=float(f"{error:.1e}"))
+
+
+def random_cache(shape: tuple, precision: str, device: torch.device):
+    """Filled with normal bfloat16 keys and values [B, K, S, H]."""
+    cache = KVCache(shape, torch.bfloat16, device)
+    if precision:
+        cache = QuantizedCache(shape, torch.bfloat16, device, (precision, precision))
+    keys, values = torch.randn(2, *shape, device=device).bfloat16()
+    cache(torch.arange(shape[2], device=device), keys, values, shape[2], None)
+    return cache
 
 
 # ---- Models -------------------------------------------------------------------------------------

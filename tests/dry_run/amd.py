@@ -18,6 +18,9 @@ from gpt_faster.kernels.cuda import (
     triton_matvec,
     triton_quantized,
 )
+from gpt_faster.kernels.cuda.cached_attention import scales_and_turns
+from gpt_faster.layers.quantized_cache import QuantizedCache
+from model import KVCache
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -31,12 +34,14 @@ def launch_each() -> None:
     int4 = empty(6144, 2048, dtype=torch.uint8), empty(6144, 128, 2)
     for weights in ((empty(6144, 4096), None), int8, int4):
         matvec.matvec(x, *weights, norm=norm, eps=1e-5)
-    cache = empty(1, 8, 4096, 128)
-    angles = empty(1, 64, dtype=torch.float32)
-    triton_attention.launch(
-        empty(1, 1, 48 * 128), None, None, angles, angles, empty(1, 4096, dtype=torch.bool),
-        empty(1, dtype=torch.int64), cache, cache.clone(), None, empty(256, dtype=torch.int32),
-        0.1, None, 1e-5, False)
+    shape, angles = (1, 8, 4096, 128), empty(1, 64, dtype=torch.float32)
+    for cache in (KVCache(shape, torch.bfloat16, "cuda"),
+                  QuantizedCache(shape, torch.bfloat16, "cuda", ("int8", "int4")),
+                  QuantizedCache(shape, torch.bfloat16, "cuda", ("fp8", "fp8"))):
+        triton_attention.launch(
+            empty(1, 1, 48 * 128), None, None, angles, angles, empty(1, 4096, dtype=torch.bool),
+            empty(1, dtype=torch.int64), cache.k, cache.v, None, empty(256, dtype=torch.int32),
+            0.1, None, 1e-5, False, *scales_and_turns(cache))
 
 
 def main() -> list[tuple[str, bool, str]]:

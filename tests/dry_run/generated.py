@@ -15,12 +15,13 @@ import torch
 
 import speculate
 from dry_run import interpreted
-from dry_run.numbers import FP32, MOST, SCHEMES, TINY, small_models
+from dry_run.numbers import FP32, MOST, MOST_OF_CODES, SCHEMES, TINY, small_models
 from dry_run.report import judge_each, within
 from generate import Batch, Steps, generate
 from gpt_faster.decoding import engines, samplers
 from gpt_faster.decoding.samplers import DeviceSampler
 from gpt_faster.kernels.compile import as_cuda_graph
+from gpt_faster.layers.quantized_cache import CacheFormat
 from sampling import SamplingParams
 from speculate import FixedLength, SpeculativeBatch
 
@@ -61,7 +62,7 @@ class Oracle:
 
 
 def run(where: str, family: str, params: SamplingParams, prompts: list, n_new: int, pad: bool,
-        next_tokens: list | None = None, **how) -> tuple[list, dict]:
+        next_tokens: list | None = None, kv_cache: str = "", **how) -> tuple[list, dict]:
     """Generate on "cuda", compiled, or on "cpu", plainly -> tokens, and every buffer by name."""
     torch.manual_seed(0)
     torch._dynamo.reset()
@@ -69,6 +70,7 @@ def run(where: str, family: str, params: SamplingParams, prompts: list, n_new: i
     steps, verify = Steps(pad=pad), speculate.verify
     if where == "cuda":
         steps, verify = engines.build_steps(model, "compile", pad), as_cuda_graph(verify)
+    model.kv_cache = CacheFormat.parse(kv_cache) if kv_cache else None
     model.setup_cache(len(prompts), LENGTH, 24)
     with patch.multiple(samplers, ShortlistSampler=Watched, DeviceSampler=Watched):
         sampler = samplers.build_sampler(model, [params] * len(prompts))
@@ -95,7 +97,9 @@ def compare(family: str, params=GREEDY, lengths=(20,), n_new=2, pad=False, draft
     assert tokens == expected, f"{tokens}, and not {expected}"
     off = []
     for name, b in plain.items():
-        if b.is_floating_point() and b.numel() > 1:
+        if b.dtype in (torch.int8, torch.uint8):   # a code is rounded either way
+            off.append((own[name] != b).float().mean())
+        elif b.is_floating_point() and b.numel() > 1:
             off.append((own[name] - b).abs().max() / b.std().clamp(min=1e-3))
         else:
             assert torch.equal(own[name], b), name
@@ -107,14 +111,14 @@ LLAMA = {
     "filters": dict(params=FILTERS),
     "verify": dict(drafts=True, n_new=4), "verify top-k": dict(drafts=True, params=TOP_K),
     "prefill": dict(pad=True, lengths=(20, 3)), "int8": SCHEMES["int8"][0],
-    "int4": SCHEMES["int4"][0]}
+    "int4": SCHEMES["int4"][0], "int8/int4 cache": dict(kv_cache="int8/int4")}
 
 
 def cases(sm: int):
     """-> name, arguments of compare(), and the most it may give. Without kernels of ours: fewer."""
     n = len(LLAMA) if sm >= 80 else 2
     for name, arguments in list(LLAMA.items())[:n]:
-        most = SCHEMES.get(name, (None, MOST))[1]
+        most = MOST_OF_CODES if "cache" in name else SCHEMES.get(name, (None, MOST))[1]
         yield f"Llama {name}", dict(family="Llama", **arguments), most
     for family in gpu_check.MODELS if sm >= 80 else ("Gemma 3",):
         yield family, dict(family=family, lengths=(41,)), MOST             # past a ring's end

@@ -21,6 +21,7 @@ from generate import Batch, generate, read_late
 from gpt_faster.decoding.engines import build_speculative, build_steps, warm_up
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.kernels.cuda.products import has_kernels
+from gpt_faster.layers.quantized_cache import CacheFormat
 from sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -54,6 +55,11 @@ def scenarios() -> dict[str, dict]:
         for drafts in ("ngram", "int8", "mtp"):
             every[f"{engine} 3 rows {drafts} drafts exchanged"] = dict(
                 engine=engine, drafts=drafts, rows=3, exchange=True)
+        for cache in ("int8", "int8/int4", "fp8"):
+            every[f"{engine} {cache} cache"] = dict(engine=engine, kv_cache=cache)
+        every[f"{engine} int8 cache, 3 rows"] = dict(engine=engine, kv_cache="int8", rows=3)
+        every[f"{engine} int8 cache, n-gram drafts"] = dict(engine=engine, kv_cache="int8",
+                                                            drafts="ngram")
         every[f"{engine} chat"] = dict(engine=engine, turns=3)
         every[f"{engine} 2 ranks"] = dict(engine=engine, ranks=2)
     for family in ("Llama", "Gemma 3", "Mixtral"):
@@ -64,7 +70,8 @@ def scenarios() -> dict[str, dict]:
 
 def run(engine: str, family: str = "Llama", params: SamplingParams = TOP_K, rows: int = 1,
         dtype: torch.dtype | None = None, prefill: bool = False, exchange: bool = False,
-        drafts: str | None = None, turns: int = 1, ranks: int = 1, **how) -> tuple[dict, int]:
+        drafts: str | None = None, turns: int = 1, ranks: int = 1, kv_cache: str = "",
+        **how) -> tuple[dict, int]:
     """-> what a step counts, and how many compiled graphs it took beside the buckets."""
     if dtype is None:
         dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
@@ -78,6 +85,7 @@ def run(engine: str, family: str = "Llama", params: SamplingParams = TOP_K, rows
     k = N_DRAFT if drafts else 0
     n_new = N_NEW if turns == 1 else 300
     length = N_PROMPT + turns * n_new + k + 1
+    model.kv_cache = CacheFormat.parse(kv_cache) if kv_cache else None
     model.setup_cache(rows, length, 32)
     prompts = [list(range(1, N_PROMPT + 1))] * rows
     generator = torch.Generator("cuda").manual_seed(0)

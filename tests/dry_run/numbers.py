@@ -21,6 +21,7 @@ from gpt_faster.kernels import linear, moe
 from gpt_faster.kernels.compile import replace_modules
 from gpt_faster.kernels.cuda import fused_layer
 from gpt_faster.kernels.cuda import products as cuda
+from gpt_faster.layers.quantized_cache import CacheFormat
 from sampling import SamplingParams
 
 FP32 = torch.float32
@@ -38,14 +39,19 @@ DRAWS = {"top k": [SamplingParams(temperature=0.8, top_k=200)], "of all": [Sampl
          "rows": [SamplingParams(temperature=0), SamplingParams(top_k=50, temperature=2.0), HOT]}
 # int4: the kernels have x in 16 bits, an error of 4e-5 a product
 SCHEMES = {"int8": (dict(mode="int8"), 3e-4), "int4": (dict(mode="int4", groupsize=32), 2e-3)}
+CACHES = ("int8", "int8/int4")
+MOST_OF_CODES = 1e-2                               # logits and codes: a code is rounded either way
 PRETENDERS = (fused_layer, linear, moe, cuda, samplers)
 
 
 @torch.inference_mode()
-def compare(family: str, case: str, **how) -> float:
-    """The largest difference of logits and caches, as a share of their standard deviation."""
+def compare(family: str, case: str, kv_cache: str = "", **how) -> float:
+    """The largest difference of logits and caches, as a share of their standard deviation; of
+    codes, the share of those that differ.
+    """
     n_row, starts, T = CASES[case]
     model = gpu_check.random_model(family, "cpu", FP32, **how)
+    model.kv_cache = CacheFormat.parse(kv_cache) if kv_cache else None
     model.setup_cache(n_row, 256, 24)
     ids = torch.randint(0, TINY["vocab_size"], (n_row, 64))
     pos = torch.arange(64)
@@ -76,6 +82,8 @@ def compare(family: str, case: str, **how) -> float:
         if cache.is_floating_point():
             off = (own_caches[name] - cache).abs().max() / cache.std().clamp(min=1e-3)
             worst = max(worst, off.nan_to_num(torch.inf).item())
+        elif cache.dtype in (torch.int8, torch.uint8):
+            worst = max(worst, (own_caches[name] != cache).float().mean().item())
         else:
             assert torch.equal(own_caches[name], cache), name
     return worst
@@ -144,6 +152,11 @@ def cases():
         for case in CASES:
             if family == "Llama" or case in ALWAYS:
                 yield f"{family} {case}", dict(family=family, case=case), MOST
+    for family in ("Llama", "Qwen 3", "Gemma 3", "gpt-oss"):
+        for cache in CACHES:
+            for case in ALWAYS if family != "Llama" else CASES:
+                yield (f"{family} {cache} cache {case}",
+                       dict(family=family, case=case, kv_cache=cache), MOST_OF_CODES)
     for family in ("Llama", "Mixtral"):
         for scheme, (how, most) in SCHEMES.items():
             for case in ALWAYS if family == "Mixtral" else CASES:

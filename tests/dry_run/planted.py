@@ -56,7 +56,12 @@ def number_faults() -> dict[str, tuple]:
     def swapped(x, weight, scales, zeros, *rest):
         weight = weight >> 4 | weight << 4 if weight.dtype == torch.uint8 else weight
         return matvec(x, weight, scales, zeros, *rest)
+    def exchanged(*args):
+        return attention(*args[:15], args[16], args[15], *args[17:])
     return {
+        "scales of keys and of values exchanged": (
+            [patch.object(fused_layer, "cached_attention", exchanged)],
+            dict(family="Llama", case="verify", kv_cache="int8")),
         "no mask": ([patch.object(fused_layer, "cached_attention", unmasked)],
                     dict(family="Llama", case="verify")),
         "another order of nibbles": (
@@ -119,6 +124,7 @@ def main_numbers() -> list:
             for p in patches:
                 stack.enter_context(p)
             most = numbers.SCHEMES.get(arguments.get("mode"), (None, numbers.MOST))[1]
+            most = numbers.MOST_OF_CODES if "kv_cache" in arguments else most
             results.append(report(name, *numbers.judge(most, **arguments)))
     return results
 

@@ -10,7 +10,11 @@ attention kernel is ours.
 import torch
 from torch import Tensor, nn
 
-from gpt_faster.kernels.cuda.cached_attention import MAX_QUERIES, cached_attention
+from gpt_faster.kernels.cuda.cached_attention import (
+    MAX_QUERIES,
+    cached_attention,
+    scales_and_turns,
+)
 from gpt_faster.kernels.cuda.fused_moe import fused_moe, matvec_weights, stack_gates
 from gpt_faster.kernels.cuda.matvec import FUSED_ACTIVATIONS, MAX_ROWS, matvec
 from gpt_faster.kernels.torch_internals import is_compiling
@@ -18,6 +22,7 @@ from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.block import IDENTITY, BlockVariant, post_norm_of
 from gpt_faster.layers.feed_forward import GATED
 from gpt_faster.layers.norms import HeadLayerNorm, LayerNorm, WideNorm
+from gpt_faster.layers.quantized_cache import QuantizedCache
 from model import KVCache, MoE
 from tp import of_all, shared_by
 
@@ -99,8 +104,8 @@ class FusionPlan:
 
     def applies_to(self, x, cache, batch_idx) -> bool:
         B, T, _ = x.shape
-        return (is_compiling() and type(cache) is KVCache and batch_idx is None and B <= MAX_BATCH
-                and T * self.group <= MAX_QUERIES and B == cache.k.shape[0])
+        return (is_compiling() and type(cache) in (KVCache, QuantizedCache) and batch_idx is None
+                and B <= MAX_BATCH and T * self.group <= MAX_QUERIES and B == cache.k.shape[0])
 
 
 def fused_layer_class(kind: type) -> type:
@@ -120,10 +125,11 @@ def fused_layer_class(kind: type) -> type:
             norms, eps = (None, None), 0.0
             if fusion.qk_norm:
                 norms, eps = (attn.q_norm.weight, attn.k_norm.weight), attn.q_norm.eps
+            cache = attn.cache
             y = cached_attention(
-                qkv, *norms, *rope, mask, slot, attn.cache.k, attn.cache.v,
-                getattr(attend, "sinks", None), self.arrivals, attend.scale, fusion.cap, eps,
-                fusion.ring)
+                qkv, *norms, *rope, mask, slot, cache.k, cache.v, getattr(attend, "sinks", None),
+                self.arrivals, attend.scale, fusion.cap, eps, fusion.ring,
+                *scales_and_turns(cache))
             x = branch(attn, attn.wo, y, x, post_norm_of(self, "attn"))
             ffn = self.ffn
             if getattr(ffn, "stacked", None) and x.shape[:-1].numel() <= MAX_ROWS:

@@ -3,8 +3,9 @@
 The keys in use are split over programs; the last program to finish combines the partial results.
 How many splits have keys is read from device memory, so that one compiled step serves every length:
 the other programs of the grid leave at once. New keys and values never come from the cache: split 0
-takes them from qkv and stores them, and all programs ignore what their slots hold. Imported on a
-GPU only.
+takes them from qkv and stores them, and all programs ignore what their slots hold. Keys and
+values of a quantized cache stay turned: queries are turned, and the result is turned back. Imported
+on a GPU only.
 
     y = launch(qkv, None, None, cos, sin, mask, slot, k_cache, v_cache, None, arrivals, scale, …)
 """
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from gpt_faster.kernels.cuda import triton_cache
 from gpt_faster.kernels.cuda.triton_matvec import launch_options
 
 BLOCK_KEYS = 64                                    # per block, fewer for wide heads
@@ -76,6 +78,23 @@ def _attend(q, k, v, visible, scale, cap, row_max, row_sum, acc, precision: tl.c
 
 
 @triton.jit
+def _is_old(s, end, new_slots, T: tl.constexpr):
+    """Do these slots [S] hold keys in use that were there before this step?"""
+    is_old = s < end
+    for i in tl.static_range(T):
+        is_old = is_old & (s != new_slots[i])
+    return is_old
+
+
+@triton.jit
+def _repeat(x, NEW: tl.constexpr):
+    """x [R, WIDE] -> [NEW, WIDE], the rows over and over."""
+    R: tl.constexpr = x.shape[0]
+    WIDE: tl.constexpr = x.shape[1]
+    return x[None].broadcast_to(NEW // R, R, WIDE).reshape(NEW, WIDE)
+
+
+@triton.jit
 def _combine(partials, maxes, sums, first_split, n_active, N_ROW: tl.constexpr, R: tl.constexpr,
              WIDE: tl.constexpr, AT: tl.constexpr):
     """Add up n_active splits, AT at a time: all loads of a turn are in flight together.
@@ -107,7 +126,8 @@ def _combine(partials, maxes, sums, first_split, n_active, N_ROW: tl.constexpr, 
 
 @triton.jit
 def _write(y, sinks, row_max, row_sum, acc, head, b, N: tl.constexpr, G: tl.constexpr,
-           T: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr):
+           T: tl.constexpr, H: tl.constexpr, R: tl.constexpr, WIDE: tl.constexpr,
+           V_TURN: tl.constexpr):
     """y = the average of the values; row_max, row_sum [1, R], acc [R, WIDE]."""
     r = tl.arange(0, R)
     n_head = head * G + r % G
@@ -120,16 +140,20 @@ def _write(y, sinks, row_max, row_sum, acc, head, b, N: tl.constexpr, G: tl.cons
         acc = acc * rescale.T
     wide = tl.arange(0, WIDE)[None, :]
     at = ((b * T + r // G) * N + n_head)[:, None] * H + wide
-    tl.store(y + at, (acc / row_sum.T).to(y.dtype.element_ty), is_row[:, None] & (wide < H))
+    average = acc / row_sum.T
+    average = triton_cache.turn(average, V_TURN)                           # back
+    tl.store(y + at, average.to(y.dtype.element_ty), is_row[:, None] & (wide < H))
 
 
 @triton.jit
-def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals,
-               partials, y, scale, cap, eps, angle_stride, mask_stride, slot_stride, kv_len,
-               n_slot, ring: tl.constexpr, N: tl.constexpr, K: tl.constexpr, T: tl.constexpr,
-               H: tl.constexpr, WIDE: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
-               S: tl.constexpr, NEW: tl.constexpr, n_split: tl.constexpr, AT: tl.constexpr,
-               precision: tl.constexpr, use_pdl: tl.constexpr):
+def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_scale, v_scale,
+               sinks, arrivals, partials, y, scale, cap, eps, angle_stride, mask_stride,
+               slot_stride, kv_len, n_slot, ring: tl.constexpr, N: tl.constexpr,
+               K: tl.constexpr, T: tl.constexpr, H: tl.constexpr, WIDE: tl.constexpr,
+               Q: tl.constexpr, R: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr,
+               NEW: tl.constexpr, n_split: tl.constexpr, AT: tl.constexpr,
+               K_KIND: tl.constexpr, V_KIND: tl.constexpr, K_TURN: tl.constexpr,
+               V_TURN: tl.constexpr, precision: tl.constexpr, use_pdl: tl.constexpr):
     if use_pdl:                                    # let the next kernel load its weights
         gdc_launch_dependents()
         gdc_wait()                                 # wait for qkv
@@ -140,10 +164,9 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sink
     t = q // G
     is_q = q < T * G
     n_head = head * G + q % G
-    n = tl.arange(0, NEW)
+    n = tl.arange(0, ROWS)
     is_new = n < T
     wide = tl.arange(0, WIDE)[None, :]
-    is_wide = is_new[:, None] & (wide < H)
 
     # Loads first, before anything waits for one of them.
     q_at = ((b * T + t) * width + n_head * H)[:, None]
@@ -152,20 +175,27 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sink
                           (b * angle_stride + t * (H // 2))[:, None], H, WIDE)
     k_heads = _load_heads(qkv, k_at, (is_new & (split == 0))[:, None], k_norm, cos, sin,
                           (b * angle_stride + n * (H // 2))[:, None], H, WIDE)
-    new_v = tl.load(qkv + k_at + K * H + wide, is_wide & (split == 0), 0)
+    new_v = tl.load(qkv + k_at + K * H + wide, (is_new & (split == 0))[:, None] & (wide < H), 0)
     new_slots, end = (), 0
     for i in tl.static_range(T):
         new_slots += (tl.load(slot + b * slot_stride + i).to(tl.int32),)
     new = tl.load(slot + b * slot_stride + n, is_new, 0).to(tl.int32)
+    is_tile = tl.arange(0, NEW) < T                # a tile of keys, of which T are there
+    tile = tl.load(slot + b * slot_stride + tl.arange(0, NEW), is_tile, 0).to(tl.int32)
 
-    cache_at = (b * K + head).to(tl.int64) * n_slot * H
-    k_cache += cache_at
-    v_cache += cache_at
-    new_k = tl.zeros([NEW, WIDE], qkv.dtype.element_ty)
+    first_slot = (b * K + head).to(tl.int64) * n_slot
+    k_cache += first_slot * (H // 2 if K_KIND == "int4" else H)
+    v_cache += first_slot * (H // 2 if V_KIND == "int4" else H)
+    if k_scale is not None:
+        n_scale: tl.constexpr = (H + triton_cache.GROUP - 1) // triton_cache.GROUP
+        k_scale += first_slot * n_scale
+        v_scale += first_slot * n_scale
+    kind = qkv.dtype.element_ty
+    new_k = tl.zeros([ROWS, WIDE], kind)
     if split == 0:                                 # no program reads these slots
         new_k = _rope(k_heads, eps, H, WIDE)
-        tl.store(k_cache + new[:, None] * H + wide, new_k, is_wide)
-        tl.store(v_cache + new[:, None] * H + wide, new_v, is_wide)
+        new_k = triton_cache.store(k_cache, k_scale, new, new_k, is_new, H, WIDE, K_KIND, K_TURN)
+        new_v = triton_cache.store(v_cache, v_scale, new, new_v, is_new, H, WIDE, V_KIND, V_TURN)
 
     for i in tl.static_range(T):                   # the cache's later keys are unused
         end = tl.maximum(end, new_slots[i])
@@ -175,32 +205,48 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sink
         return
 
     s = split * S + tl.arange(0, S)
+    is_old = _is_old(s, end, new_slots, T)
     mask += b * mask_stride + t[None, :] * kv_len                          # [1, Q]
-    next_visible = tl.load(mask + s[:, None], (s < kv_len)[:, None] & is_q[None, :], 0)
-    new_visible = tl.load(mask + new[:, None], is_new[:, None] & is_q[None, :], 0)
+    next_visible = tl.load(mask + s[:, None], is_old[:, None] & is_q[None, :], 0)
+    if k_scale is not None:
+        next_k = triton_cache.load(k_cache, s, is_old, H, WIDE, K_KIND)
+        next_v = triton_cache.load(v_cache, s, is_old, H, WIDE, V_KIND)
+        next_k_scale = triton_cache.load_scales(k_scale, s, is_old, H, WIDE)
+        next_v_scale = triton_cache.load_scales(v_scale, s, is_old, H, WIDE)
+    new_visible = tl.load(mask + tile[:, None], is_tile[:, None] & is_q[None, :], 0)
     qs = _rope(q_heads, eps, H, WIDE)
+    if K_TURN > 0:
+        qs = triton_cache.turn(qs.to(tl.float32), K_TURN).to(kind)
     row_max = tl.full([1, Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([1, Q], tl.float32)
     acc = tl.zeros([Q, WIDE], tl.float32)
     for first in range(split * S, end, n_split * S):
         s = first + tl.arange(0, S)
-        is_old = s < kv_len
-        for i in tl.static_range(T):
-            is_old = is_old & (s != new_slots[i])
-        visible = is_old[:, None] & (next_visible != 0)
+        visible = next_visible != 0
         s_next = s + n_split * S
-        next_visible = tl.load(mask + s_next[:, None], (s_next < end)[:, None] & is_q[None, :], 0)
-        is_s = is_old[:, None] & (wide < H)
-        k = tl.load(k_cache + s[:, None] * H + wide, is_s, 0)              # [S, WIDE]
-        v = tl.load(v_cache + s[:, None] * H + wide, is_s, 0)
+        is_next = _is_old(s_next, end, new_slots, T)
+        next_visible = tl.load(mask + s_next[:, None], is_next[:, None] & is_q[None, :], 0)
+        if k_scale is None:                        # Triton asks for these a turn ahead
+            is_old = _is_old(s, end, new_slots, T)
+            k = triton_cache.load(k_cache, s, is_old, H, WIDE, K_KIND)     # [S, WIDE]
+            v = triton_cache.load(v_cache, s, is_old, H, WIDE, V_KIND)
+        else:                                      # as codes, decoded once and not in each warp
+            k = triton_cache.decode(next_k, next_k_scale, K_KIND).to(kind)
+            v = triton_cache.decode(next_v, next_v_scale, V_KIND).to(kind)
+            next_k = triton_cache.load(k_cache, s_next, is_next, H, WIDE, K_KIND)
+            next_v = triton_cache.load(v_cache, s_next, is_next, H, WIDE, V_KIND)
+            next_k_scale = triton_cache.load_scales(k_scale, s_next, is_next, H, WIDE)
+            next_v_scale = triton_cache.load_scales(v_scale, s_next, is_next, H, WIDE)
         row_max, row_sum, acc = _attend(qs, k, v, visible, scale, cap, row_max, row_sum, acc,
                                         precision)
     if split == 0:
-        row_max, row_sum, acc = _attend(qs, new_k, new_v, new_visible != 0, scale, cap, row_max,
-                                        row_sum, acc, precision)
+        row_max, row_sum, acc = _attend(qs, _repeat(new_k, NEW), _repeat(new_v, NEW),
+                                        new_visible != 0, scale, cap, row_max, row_sum, acc,
+                                        precision)
 
     if n_active == 1:
-        _write(y, sinks, row_max, row_sum, acc, head, b, N, G, T, H, Q, WIDE)
+        _write(y, sinks, row_max, row_sum, acc, head, b, N, G, T, H, Q, WIDE,
+               V_TURN)
     else:
         # the sums of each split's queries; after those of all splits, maxima and sums of weights
         n_row: tl.constexpr = T * G
@@ -219,17 +265,24 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sink
             tl.store(counter, 0)                   # for the next launch
             all_max, all_sum, all_acc = _combine(partials, maxes, sums, first_split, n_active,
                                                  n_row, R, WIDE, AT)
-            _write(y, sinks, all_max, all_sum, all_acc, head, b, N, G, T, H, R, WIDE)
+            _write(y, sinks, all_max, all_sum, all_acc, head, b, N, G, T, H, R, WIDE, V_TURN)
 
 
 def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tensor, sin: Tensor,
            mask: Tensor, slot: Tensor, k_cache: Tensor, v_cache: Tensor, sinks: Tensor | None,
-           arrivals: Tensor, scale: float, cap: float | None, eps: float, ring: bool) -> Tensor:
+           arrivals: Tensor, scale: float, cap: float | None, eps: float, ring: bool,
+           k_scale: Tensor | None = None, v_scale: Tensor | None = None, k_turn: int = 1,
+           v_turn: int = 1) -> Tensor:
     """qkv [B, T, (N + 2K) H], cos sin [(B, 1,) T, H/2], mask [(B, 1,) T, S], slot [(B,) T], caches
-    [B, K, S', H], to which new keys and values are written -> [B, T, N H].
+    [B, K, S', H], to which new keys and values are written -> [B, T, N H]. k_scale, v_scale,
+    k_turn, v_turn: of layers/quantized_cache.py, whose codes the caches are then.
     """
     B, T, width = qkv.shape
-    K, n_slot, H = k_cache.shape[1:]
+    K, n_slot, _ = k_cache.shape[1:]
+    H = 2 * cos.shape[-1]
+    kinds = [triton_cache.KINDS.get(cache.dtype, "plain") for cache in (k_cache, v_cache)]
+    k_cache, v_cache = (cache.view(torch.uint8) if kind == "fp8" else cache
+                        for cache, kind in zip((k_cache, v_cache), kinds))
     N = width // H - 2 * K
     rows = triton.next_power_of_2(N // K * T)
     Q = max(MIN_QUERIES, rows)
@@ -239,6 +292,7 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
         keys = max(16, keys // 2)
     n_split = n_splits(B, K, mask.shape[-1])
     n_warp = 8 if Q > 32 else 4
+    n_new = triton.next_power_of_2(T)
     partials = torch.empty(B * K * n_split * (N // K * T) * (wide + 2), dtype=torch.float32,
                            device=qkv.device)
     y = qkv.new_empty(B, T, N * H)
@@ -249,9 +303,10 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     _, overlap = launch_options(qkv.device)
     at_once = min(n_split, max(1, MAX_PARTIALS * 32 * n_warp // (rows * wide)))
     _attention[(K, n_split, B)](
-        qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, sinks, arrivals, partials, y,
-        scale, cap, eps, angle_stride, mask_stride, slot_stride, mask.shape[-1], n_slot, ring,
-        N, K, T, H, wide, Q, rows, keys, max(16, triton.next_power_of_2(T)), n_split, at_once,
+        qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_scale, v_scale, sinks,
+        arrivals, partials, y, scale, cap, eps, angle_stride, mask_stride, slot_stride,
+        mask.shape[-1], n_slot, ring, N, K, T, H, wide, Q, rows, keys, n_new, max(16, n_new),
+        n_split, at_once, *kinds, k_turn.bit_length() - 1, v_turn.bit_length() - 1,
         "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlap),
         num_warps=n_warp, num_stages=2, **overlap)
     return y
