@@ -64,7 +64,7 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = No
     M = x.shape[0]
     if is_compiling() and M <= MAX_ROWS:
         return matvec(x, weight, scales, zeros)
-    if M <= most_fused_rows(x.device) and x.dtype in FUSED_DTYPES:
+    if 0 < M <= most_fused_rows(x.device) and x.dtype in FUSED_DTYPES:
         return _prompt_product(x.contiguous(), weight, interleaved(weight, scales, zeros))
     return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
 

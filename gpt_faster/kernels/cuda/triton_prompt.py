@@ -193,7 +193,7 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     n_sm, _ = launch_options(x.device)
     (BM, BN, BK, warps, stages), n_split = plan(M, n_out, n_in, bits, n_sm)
     group = n_in // scales.shape[1] if bits == 4 else n_in
-    use_ptx = triton_quantized.has_mma(x.device) and x.dtype == scales.dtype == torch.bfloat16
+    use_ptx = uses_ptx(x, scales)
     if bits == 4 and scales.dtype == torch.bfloat16:
         scales = scales.view(torch.int32)
     planes = x.view(M, -1, 16 // bits).transpose(1, 2).contiguous()        # [M, planes, in / planes]
@@ -208,6 +208,10 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     y = x.new_empty(M, n_out)
     _add_parts[(triton.cdiv(y.numel(), 1024),)](parts, y, y.numel(), n_split, 1024)
     return y
+
+
+def uses_ptx(x: Tensor, scales: Tensor) -> bool:
+    return triton_quantized.has_mma(x.device) and x.dtype == scales.dtype == torch.bfloat16
 
 
 def groups_of_tile(group: int, BK: int) -> int:
