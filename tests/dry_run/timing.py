@@ -140,8 +140,7 @@ def prompt_seconds(gpu: GPU, prompt: Prompt) -> float:
     tensor = turns * BM * BN * BK * gpu.n_sm / (TENSOR * gpu.tensor)
     compute = max(issue, tensor) + min(issue, tensor) / resident
     n_tile = math.ceil(prompt.rows / BM) * math.ceil(prompt.n_out / BN)
-    x_bytes = 2 * BM * prompt.n_in * n_tile
-    cached = prompt.n_bytes * math.ceil(prompt.rows / BM) + x_bytes
+    cached = prompt.n_bytes * math.ceil(prompt.rows / BM) + 2 * BM * prompt.n_in * n_tile
     transfer = max(prompt.n_bytes / gpu.bandwidth, cached / gpu.l2)
     seconds = LAUNCH + LATENCY + max(transfer, compute)
     seconds += LAUNCH + 4 * prompt.rows * prompt.n_in / gpu.l2     # the reordered x

@@ -2,7 +2,7 @@
 
 Codes keep the layout on disk. int4's scale and zero of a group lie side by side in `scales`, so
 that a thread loads both at once; `zeros` is None. A compiled step's few rows are matvec.py's. Up to
-most_fused_rows() are multiplied by codes that become weights in registers (triton_prompt.py). More
+MAX_FUSED_ROWS are multiplied by codes that become weights in registers (triton_prompt.py). More
 are cuBLAS's, by weights that one kernel writes for the call.
 
     tensors = INT4_CUDA.pack(weight, scales, zeros); y = INT4_CUDA.product(x, *tensors)
@@ -23,6 +23,7 @@ from gpt_faster.kernels.cuda.matvec import (
 from gpt_faster.kernels.plain import Kernel
 from gpt_faster.kernels.torch_internals import is_compiling
 
+MAX_FUSED_ROWS = 128                               # more are no slower written out: docs/gpu.md
 FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
@@ -34,23 +35,17 @@ def has_kernels(device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def most_fused_rows(device: torch.device) -> int:
-    """With more, writing the weights out for cuBLAS is faster, by the estimates in docs/gpu.md."""
-    if not has_kernels(device):
-        return 0
-    return 256 if torch.cuda.get_device_capability(device) == (9, 0) else 128
-
-
 @torch.library.custom_op("gpt_faster::prompt_product", mutates_args=(),
                          tags=(torch.Tag.flexible_layout,))    # else each call copies its inputs
-def _prompt_product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+def prompt_product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """x [M, in], up to MAX_FUSED_ROWS, by codes -> [M, out]; scales as interleaved() makes them."""
     if not runs_triton(x):
         return F.linear(x, dequantize_interleaved(weight, scales, x.dtype))
     from gpt_faster.kernels.cuda.triton_prompt import multiply
     return multiply(x, weight, scales)
 
 
-@_prompt_product.register_fake
+@prompt_product.register_fake
 def _(x, weight, scales):
     return x.new_empty(x.shape[0], weight.shape[0])
 
@@ -64,8 +59,8 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = No
     M = x.shape[0]
     if is_compiling() and M <= MAX_ROWS:
         return matvec(x, weight, scales, zeros)
-    if 0 < M <= most_fused_rows(x.device) and x.dtype in FUSED_DTYPES:
-        return _prompt_product(x.contiguous(), weight, interleaved(weight, scales, zeros))
+    if 0 < M <= MAX_FUSED_ROWS and has_kernels(x.device) and x.dtype in FUSED_DTYPES:
+        return prompt_product(x.contiguous(), weight, interleaved(weight, scales, zeros))
     return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
 
 

@@ -66,18 +66,16 @@ def _multiply(x, weight, scales, y, M, n_in: tl.constexpr, n_out: tl.constexpr,
               group: tl.constexpr, bits: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
               BK: tl.constexpr, n_group: tl.constexpr, n_split: tl.constexpr,
               use_ptx: tl.constexpr):
-    """x [M, planes, n_in / planes] by codes -> y [n_split, M, n_out], sums of a part of the columns.
-
-    Programs of the same rows of W follow each other: the second one finds them in the cache.
+    """x [M, planes, n_in / planes], up to BM rows, by codes -> y [n_split, M, n_out]: the sums of a
+    part of the columns each.
     """
     P: tl.constexpr = 16 // bits                   # planes
     KW: tl.constexpr = BK // P
     n_word: tl.constexpr = n_in // P               # of a row: 16 bits
     n_chunk: tl.constexpr = (n_in + BK - 1) // BK
     kind: tl.constexpr = x.dtype.element_ty
-    n_m = tl.cdiv(M, BM)
-    m = tl.program_id(0) % n_m * BM + tl.arange(0, BM)
-    n = tl.program_id(0) // n_m * BN + tl.arange(0, BN)
+    m = tl.arange(0, BM)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.minimum(n, n_out - 1).to(tl.int64)
     i = tl.arange(0, KW)
     w_at = weight + row[:, None] * n_word + i[None]
@@ -164,45 +162,46 @@ def _write_out(weight, scales, y, n, n_in: tl.constexpr, group: tl.constexpr, bi
         tl.store(y + 2 * begin + j, both, j < 2 * (n - begin))
 
 
-# by the most rows: rows, outputs and columns of a tile, warps, stages of loads
-TILES = {16: (16, 128, 128, 4, 4), 32: (32, 128, 128, 4, 4), 64: (64, 128, 64, 4, 4),
-         128: (128, 128, 64, 4, 4)}
+# by rows of x, padded: outputs and columns of a tile, warps, stages of loads
+TILES = {16: (128, 128, 4, 4), 32: (128, 128, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 8, 4)}
 MAX_SPLITS = 8
 BYTES_OF_A_LAUNCH = 6 << 20                        # that are read in the time of a launch
 
 
-def plan(M: int, n_out: int, n_in: int, bits: int, n_sm: int) -> tuple[tuple, int]:
-    """-> a tile, and into how many parts its columns are split. From machine code: docs/gpu.md."""
-    BM, BN, BK, *_ = tile = TILES[min(128, max(16, triton.next_power_of_2(M)))]
-    n_tile = triton.cdiv(M, BM) * triton.cdiv(n_out, BN)
-    n_chunk = triton.cdiv(n_in, BK)
+def plan(M: int, n_out: int, n_in: int, bits: int, n_sm: int) -> tuple[int, tuple, int]:
+    """-> padded rows, their tile, parts of the columns. From machine code: docs/gpu.md."""
+    BM = max(16, triton.next_power_of_2(M))
+    BN, BK, *_ = TILES[BM]
+    n_tile, n_chunk = triton.cdiv(n_out, BN), triton.cdiv(n_in, BK)
 
     def cost(n_split: int) -> float:
         """In bytes: of the multiprocessor with most tiles, times all, and of the parts' sums."""
         turns = triton.cdiv(n_tile * n_split, n_sm) * triton.cdiv(n_chunk, n_split)
         product = turns * n_sm * BN * BK * max(bits / 6, BM / 64)
         return product + (8 * n_split * M * n_out + BYTES_OF_A_LAUNCH if n_split > 1 else 0)
-    return tile, min(range(1, min(MAX_SPLITS, n_chunk) + 1), key=cost)
+    return BM, TILES[BM], min(range(1, min(MAX_SPLITS, n_chunk) + 1), key=cost)
 
 
 def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """x [M, in], 16 bits, by codes [out, in] -> [M, out]; scales as in triton_quantized.launch()."""
+    """x [M, in], 16 bits, up to 128 rows, by codes [out, in] -> [M, out]; scales as in
+    triton_quantized.launch().
+    """
     bits = 8 if weight.dtype == torch.int8 else 4
     M, n_in = x.shape
     n_out = weight.shape[0]
     n_sm, _ = launch_options(x.device)
-    (BM, BN, BK, warps, stages), n_split = plan(M, n_out, n_in, bits, n_sm)
+    BM, (BN, BK, warps, stages), n_split = plan(M, n_out, n_in, bits, n_sm)
     group = n_in // scales.shape[1] if bits == 4 else n_in
-    use_ptx = uses_ptx(x, scales)
+    use_ptx = uses_ptx(x, scales)                  # before scales become words
     if bits == 4 and scales.dtype == torch.bfloat16:
         scales = scales.view(torch.int32)
-    planes = x.view(M, -1, 16 // bits).transpose(1, 2).contiguous()        # [M, planes, in / planes]
+    planes = x.view(M, -1, 16 // bits).mT.contiguous()         # [M, planes, in / planes]
     parts = torch.empty(n_split, M, n_out, dtype=x.dtype if n_split == 1 else torch.float32,
                         device=x.device)
-    grid = triton.cdiv(M, BM) * triton.cdiv(n_out, BN), n_split
-    _multiply[grid](planes, weight.view(torch.int16), scales, parts, M, n_in, n_out, group, bits,
-                    BM, BN, BK, groups_of_tile(group, BK), n_split, use_ptx,
-                    num_warps=32 * warps // triton_matvec.WARP, num_stages=stages)
+    _multiply[triton.cdiv(n_out, BN), n_split](
+        planes, weight.view(torch.int16), scales, parts, M, n_in, n_out, group, bits, BM, BN, BK,
+        groups_of_tile(group, BK), n_split, use_ptx, num_warps=32 * warps // triton_matvec.WARP,
+        num_stages=stages)
     if n_split == 1:
         return parts[0]
     y = x.new_empty(M, n_out)
