@@ -31,10 +31,12 @@ from gpt_faster.cli.parser import Help, Parser
 from gpt_faster.formats.config import config_from_hf
 
 PARTS = {part.__name__: part for part in (
-    gpu.products, gpu.attention, gpu.checks, gpu.llama_8b, gpu.llama_1b, gpu.all_of_8b,
-    gpu.plain_engine, gpu.batches, gpu.drafts, gpu.families, gpu.server, gpu.two_ranks)}
+    gpu.products, gpu.attention, gpu.prompt_products, gpu.checks, gpu.llama_8b, gpu.llama_1b,
+    gpu.all_of_8b, gpu.plain_engine, gpu.batches, gpu.drafts, gpu.families, gpu.server,
+    gpu.two_ranks)}
 # name: seconds that a part may take; one that ends early leaves its rest to those after it
-PLANS = {"first": dict(products=110, attention=30, checks=110, llama_8b=90, llama_1b=90),
+PLANS = {"first": dict(products=110, attention=30, prompt_products=40, checks=110, llama_8b=90,
+                       llama_1b=90),
          "whole": dict(checks=90, all_of_8b=130, llama_1b=80, batches=120, plain_engine=80,
                        families=110, drafts=90, server=70, two_ranks=70)}
 LEAST_SECONDS = 15                                 # to start a process and measure a row
@@ -119,8 +121,8 @@ def dry_sizes() -> gpu.Sizes:
         products={"qkv": (96, 128, False, True), "gate, up": (64, 128, True, True)},
         attention=(((4, 2, 16), 1, 20, 32), ((4, 2, 16), 3, 20, 64),
                    ((4, 2, 16), 1, 20, 32, "int4")),
-        cycled=1, launches=2, replays=2, new_tokens=4, prompt=24, repetitions=1, clients=2,
-        requests=3, models=models, engines=dict(torch_compile="kv_cache"))
+        cycled=1, launches=2, replays=2, new_tokens=4, prompt=24, prompt_rows=(9,), repetitions=1,
+        clients=2, requests=3, models=models, engines=dict(torch_compile="kv_cache"))
 
 
 # ---- The command --------------------------------------------------------------------------------

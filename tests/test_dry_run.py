@@ -131,6 +131,15 @@ def test_loads_before_the_arithmetic_are_carried_over():
     assert straight.ahead() == 0 and straight.main_loop() == (0, -1)
 
 
+def test_a_last_turn_behind_the_loop_is_seen():
+    """A tile's products stand twice where the last tile, which loads nothing, has code of its own."""
+    turn = "IMMA.16832.U8.S8 R20, R8, R12, R20\nIMMA.16832.U8.S8 R24, R8, R14, R24"
+    loop = f".L_x_0:\nLDG.E.EF.128 R8, desc[UR4][R2.64]\n{turn}\n@P1 BRA `(.L_x_0)"
+    assert listing(f"{loop}\nEXIT").peeled() == 0
+    assert listing(f"{loop}\n{turn}\nEXIT").peeled() == 1
+    assert listing(f"{turn}\nEXIT").peeled() == 0
+
+
 def test_trips_are_waits_for_loads_asked_for_since_the_last_wait():
     together = """
         LDG.E R4, desc[UR4][R2.64]
@@ -187,3 +196,32 @@ def test_unrolled_splits_are_counted_too():
     code = listing("ATOMG.E.ADD.STRONG.GPU PT, R16, desc[UR4][R16.64], R3\n"
                    f"IADD3 R17, R16, 0x1, RZ\n{turns}\nEXIT")
     assert code.trips_after_atomic() == 5
+
+
+# ---- A prompt's product -------------------------------------------------------------------------
+
+PROMPT = timing.Prompt(
+    rows=32, n_out=28672, n_in=4096, n_bytes=73_400_320, tile=(32, 128, 128), n_split=1, before=400,
+    inside=381, program=Program(grid=224, warps=4, registers=128, shared=62 << 10, instructions=0, trips=2))
+
+
+def test_a_prompts_time_grows_with_what_costs_time():
+    now, plain = timing.prompt_seconds(H200, PROMPT), timing.written_out_seconds(H200, PROMPT)
+    assert PROMPT.n_bytes / H200.bandwidth < now < plain / 2               # five bytes a weight more
+    slow = replace(PROMPT, inside=4 * PROMPT.inside)
+    assert timing.prompt_seconds(H200, slow) > 1.5 * now                   # bound by instructions
+    more = replace(PROMPT, rows=2048, program=replace(PROMPT.program, grid=64 * 224))
+    assert timing.prompt_seconds(H200, more) > timing.written_out_seconds(H200, more)
+    halves = replace(PROMPT, n_split=2, program=replace(PROMPT.program, grid=448))
+    few = replace(PROMPT, n_out=4096, n_bytes=PROMPT.n_bytes // 7, program=replace(PROMPT.program, grid=32))
+    parts = replace(few, n_split=4, program=replace(PROMPT.program, grid=128))
+    assert timing.prompt_seconds(H200, few) > timing.prompt_seconds(H200, parts)       # idle SMs
+    assert timing.prompt_seconds(H200, halves) > now                       # sums cost, none was idle
+    assert timing.prompt_seconds(GPUS["A100"], PROMPT) > 1.5 * now
+
+
+def test_blas_reads_a_small_matrix_from_the_cache():
+    small = replace(PROMPT, n_out=2048, n_in=2048, n_bytes=2_621_440)
+    large = replace(small, n_out=16384, n_bytes=8 * 2_621_440)
+    assert timing.written_out_seconds(H200, large) > 6 * (
+        timing.written_out_seconds(H200, small) - 2 * timing.LAUNCH)

@@ -15,7 +15,7 @@ import gpu_check  # noqa: E402
 import gpu_measure  # noqa: E402
 
 CPU = torch.device("cpu")
-N_ROWS = dict(products=22, attention=3, llama_8b=2, llama_1b=3, all_of_8b=4, plain_engine=3, batches=6,
+N_ROWS = dict(products=22, attention=3, prompt_products=8, llama_8b=2, llama_1b=3, all_of_8b=4, plain_engine=3, batches=6,
               drafts=3, families=3, server=1)
 
 

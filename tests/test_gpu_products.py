@@ -140,3 +140,80 @@ def test_experts_that_are_parts_of_a_stacked_matrix(mode):
     y = matvec.matvec(x, part, scales, ids=ids)
     again = matvec.matvec(x, part.contiguous(), None if scales is None else scales.contiguous(), ids=ids)
     assert torch.equal(y, again)
+
+
+def weights_of(text, words, *more, n_out):
+    """16 bits [n] -> the bfloat16 of each register [n_out, n]."""
+    pairs = [np.ascontiguousarray(v).view(np.uint32) for v in (words, *more)]
+    return torch.from_numpy(np.stack([ptx.halves(w).reshape(-1) for w in ptx.run(text, pairs, n_out)]))
+
+
+def int4_weights(text, codes, scale, zero):
+    """codes [n, 4], scale and zero [n] -> weights [n, 4]."""
+    words = quantize.pack_nibbles(codes).numpy().view(np.uint16)[:, 0]
+    more = [t.view(torch.int16).numpy() for t in (scale, zero)]
+    return weights_of(text, words, *more, n_out=4).T
+
+
+def test_weights_of_int4_codes_are_quantize_pys_in_bfloat16():
+    codes = torch.stack([torch.arange(4096) >> 4 * i & 15 for i in range(4)], -1)
+    scale, zero = (torch.randn(4096) * 0.01).bfloat16(), (torch.randn(4096) * 0.02).bfloat16()
+    exact = (codes.double() - 8) * scale.double()[:, None] + zero.double()[:, None]
+    found = int4_weights(mma.INT4_WEIGHTS, codes, scale, zero)
+    assert ((found - exact).abs() <= exact.abs() * 2**-9 + 1e-30).all()                        # rounded once
+    plain = quantize.dequantize(quantize.pack_nibbles(codes), scale[:, None], zero[:, None], torch.bfloat16)
+    assert (found != plain.double()).float().mean() < 1e-3                 # ties that fp32 makes of none
+
+
+@pytest.mark.parametrize("before, after", [("$4, 8", "$4, 12"), ("a, i, b", "a, i, i"), ("a, $5, $6", "a, $6, $5"),
+                                           ("0x000f000f", "0x0007000f"), ("0xc308c308", "0xc307c308")])
+def test_a_fault_in_int4s_weights_is_seen(before, after):
+    codes = torch.randint(0, 16, (64, 4))
+    scale, zero = torch.rand(2, 64).bfloat16() + 0.1
+    assert before in mma.INT4_WEIGHTS
+    right, wrong = (int4_weights(text, codes, scale, zero)
+                    for text in (mma.INT4_WEIGHTS, mma.INT4_WEIGHTS.replace(before, after)))
+    assert (right - wrong).abs().max() > 0.01
+
+
+def test_weights_of_int8_codes_are_exact():
+    codes = torch.arange(-128, 128).repeat(2).to(torch.int8)
+    codes = torch.cat((codes, codes[torch.randperm(512)]))
+    words = codes.view(torch.int16).numpy()
+    assert torch.equal(weights_of(mma.INT8_WEIGHTS, words, n_out=2).T.flatten(), codes.double())
+    for before, after in (("0x007f007f", "0x00ff007f"), ("$2, 8", "$2, 7"), ("b, m, a", "a, m, b")):
+        assert before in mma.INT8_WEIGHTS
+        wrong = weights_of(mma.INT8_WEIGHTS.replace(before, after), words, n_out=2).T.flatten()
+        assert not torch.equal(wrong, codes.double())
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_the_prompts_operator_is_the_plain_product_on_a_cpu(mode):
+    leaves = quantize.scheme_named(mode, 32).quantize(torch.randn(24, 96))
+    weight, scales, _ = kernels.pack(leaves["weight"], leaves["scales"], leaves.get("zeros"))
+    x = torch.randn(11, 96, dtype=torch.bfloat16)
+    y = kernels.prompt_product(x, weight, scales)
+    assert torch.equal(y, quantize.product(x, *(leaves.get(name) for name in quantize.LEAVES)))
+    compiled = torch.compile(kernels.prompt_product, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight, scales), y)
+
+
+def test_a_product_is_made_by_rows_and_dtype(monkeypatch):
+    """Few compiled rows: one pass; a prompt's: fused; more, or in fp32: written out."""
+    way, most = [], kernels.MAX_FUSED_ROWS
+    monkeypatch.setattr(kernels, "has_kernels", lambda device: True)
+    for name in ("matvec", "prompt_product", "dequantize"):
+        def call(x, *args, name=name, right=getattr(kernels, name)):
+            way.append(name)
+            return args[0].new_zeros(8, 32) if name == "dequantize" else x
+        monkeypatch.setattr(kernels, name, call)
+    monkeypatch.setattr(kernels.F, "linear", lambda x, w: x)
+    codes, scales = torch.zeros(8, 32, dtype=torch.int8), torch.ones(8)
+    for compiled in (False, True):
+        monkeypatch.setattr(kernels, "is_compiling", lambda compiled=compiled: compiled)
+        for n in (0, 1, 8, 9, most, most + 1):
+            kernels.product(torch.zeros(n, 32, dtype=torch.bfloat16), codes, scales)
+        kernels.product(torch.zeros(9, 32), codes, scales)
+    fused, out = "prompt_product", "dequantize"
+    assert way == [out, fused, fused, fused, fused, out, out,
+                   "matvec", "matvec", "matvec", fused, fused, out, out]

@@ -36,7 +36,7 @@ from gpt_faster.kernels.cuda.cached_attention import (
     scales_and_turns,
 )
 from gpt_faster.kernels.cuda.matvec import matvec
-from gpt_faster.kernels.cuda.products import INT4_CUDA, INT8_CUDA
+from gpt_faster.kernels.cuda.products import INT4_CUDA, INT8_CUDA, prompt_product
 from gpt_faster.layers.quantized_cache import QuantizedCache
 from gpt_faster.loading import open_model
 from model import KVCache
@@ -64,6 +64,7 @@ class Sizes:
     replays: int = 9
     new_tokens: int = 200
     prompt: int = 2048
+    prompt_rows: tuple = (32, 128, 16, 64)         # of products by codes
     repetitions: int = 2
     clients: int = 8
     requests: int = 24
@@ -167,13 +168,16 @@ def relative_error(y: Tensor, x: Tensor, weight: Tensor, norm: Tensor | None,
     return ((y.float() - expected).norm() / expected.norm()).item()
 
 
-def one_product(run: Run, shape: tuple, scheme, rows: int, by_blas: bool = False) -> dict:
-    """µs, bytes a second, error. scheme: None for bf16."""
+def one_product(run: Run, shape: tuple, scheme, rows: int, by: str = "ours") -> dict:
+    """µs, bytes a second, error. scheme: None for bf16. by: ours, with norm and gate; BLAS; fused,
+    as a prompt's; written out, for BLAS.
+    """
     n_out, n_in, gated, has_norm = shape
     n_row = n_out * (2 if gated else 1)
     device, dtype = run.device, torch.bfloat16
     x = torch.randn(rows, n_in, device=device).to(dtype)
-    norm = torch.rand(n_in, device=device) + 0.5 if has_norm and not by_blas else None
+    is_whole = by == "ours"
+    norm = torch.rand(n_in, device=device) + 0.5 if has_norm and is_whole else None
     first = dense = None
     sets = []
     n_bytes = 0
@@ -190,14 +194,18 @@ def one_product(run: Run, shape: tuple, scheme, rows: int, by_blas: bool = False
         sets.append(packed)
 
     def launch(packed):
-        if by_blas:
+        if by == "BLAS":
             return F.linear(x, packed[0])
+        if by == "fused":
+            return prompt_product(x, *packed[:2])
+        if by == "written out":
+            return F.linear(x, kernel.dequantize(*packed, dtype))
         return matvec(x, *packed, norm=norm, eps=1e-5, activation="silu" if gated else "")
     if scheme is None:
         dense = first["weight"].float()
     else:
         dense = quantize.dequantize(*(first.get(leaf) for leaf in quantize.LEAVES), torch.float32)
-    error = relative_error(launch(sets[0]), x, dense, norm, gated and not by_blas)
+    error = relative_error(launch(sets[0]), x, dense, norm, gated and is_whole)
     assert error < MOST_ERROR, f"off by {error:.1e} of the result"
     us = microseconds(run, [lambda packed=packed: launch(packed) for packed in sets])
     return dict(us=round(us, 2), tb_s=round(n_bytes / us / 1e6, 3), off_by=float(f"{error:.1e}"))
@@ -232,9 +240,19 @@ def products(run: Run) -> None:
             bits = 16 if scheme == "bf16" else 8 if scheme == "int8" else 4
             run.row(f"{label}, only read", 2, reading, run, shape, bits)
         if scheme == "bf16":
-            run.row(f"{label}, BLAS", 2, one_product, run, shape, None, rows, True)
+            run.row(f"{label}, BLAS", 2, one_product, run, shape, None, rows, "BLAS")
         if scheme != "bf16" or rows == 1:
             run.row(label, 2, one_product, run, shape, SCHEMES[scheme], rows)
+
+
+def prompt_products(run: Run) -> None:
+    """A prompt's rows by codes: as weights in registers, or written out for BLAS?"""
+    for rows in run.sizes.prompt_rows:
+        for scheme in ("int4-g32", "int8"):
+            for name, shape in reversed(run.sizes.products.items()):
+                label = f"{name} {shape[0] * (2 if shape[2] else 1)}x{shape[1]} {scheme}, {rows} rows"
+                for by in ("fused", "written out"):
+                    run.row(f"{label}, {by}", 2, one_product, run, shape, SCHEMES[scheme], rows, by)
 
 
 def attention(run: Run) -> None:

@@ -24,8 +24,8 @@ from dry_run import build  # noqa: E402
 GENERATIONS = (75, 80, 90)
 # compute capabilities of each part; 0: Triton's interpreter on a CPU, no stub runtime
 PARTS = {"steps": (80, 90), "attention": (0, 80, 90), "numbers": (0,), "generated": (75, 80),
-         "loops": GENERATIONS, "planted": (0, 80), "products": (0, 80, 90), "check": (90,),
-         "amd": (80,), "gpt_fast": (80, 90)}
+         "loops": GENERATIONS, "planted": (0, 80), "products": (0, 80, 90),
+         "prompt": (0, 80, 90), "check": (90,), "amd": (80,), "gpt_fast": (80, 90)}
 
 
 def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str, bool, str]]:
@@ -46,6 +46,9 @@ def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str
     if name == "products":
         from dry_run import products
         return products.main_code(match) if sm else products.main_numbers(match)
+    if name == "prompt":
+        from dry_run import prompt
+        return prompt.main_code(sm, match) if sm else prompt.main_numbers(match)
     if name == "check":
         from dry_run import checks
         return checks.main()

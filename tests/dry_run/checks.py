@@ -27,7 +27,7 @@ def measured() -> list[tuple[str, bool, str]]:
     rows = []
     run = gpu.Run(torch.device("cuda"), gpu_measure.dry_sizes(), 600, rows.append)
     with gpu.without_pauses():
-        for part in (gpu.products, gpu.attention, gpu.llama_1b):
+        for part in (gpu.products, gpu.prompt_products, gpu.attention, gpu.llama_1b):
             part(run)
     for row in rows:
         print(gpu_measure.show(row), flush=True)

@@ -9,6 +9,7 @@ the first instruction that names a register still being loaded. What is counted 
 import re
 
 WEIGHT = re.compile(r"\bLDG(?:STS)?\.\S*EF")       # evict-first: read once, so a weight
+MMA = re.compile(r"\b(?:HMMA|IMMA|HGMMA|IGMMA)\.")
 LOAD = re.compile(r"\b(?:LDG|LDGSTS|LD|ATOMG|ATOM)\.")
 FENCE = re.compile(r"\bMEMBAR\.\S*(?:GPU|SYS|VC)")
 # cycles until another instruction may use the result; the others take about four
@@ -39,6 +40,12 @@ class Listing:
             inside = self.code[loop[0]:loop[1] + 1]
             return sum(map(bool, map(WEIGHT.search, inside))), len(inside)
         return max(self.loops, key=weight, default=(0, -1))
+
+    def peeled(self) -> int:
+        """Turns of the main loop that also stand outside of it, by tensor-core instructions."""
+        first, last = self.main_loop()
+        inside = sum(map(bool, map(MMA.search, self.code[first:last + 1])))
+        return round(sum(map(bool, map(MMA.search, self.code))) / inside) - 1 if inside else 0
 
     def instructions(self, turns: int) -> int:
         """Of one warp, if its main loop runs so often."""

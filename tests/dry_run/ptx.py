@@ -38,6 +38,11 @@ def execute(name: str, read: list) -> list[np.ndarray]:
         return [first[0]]
     if name == "and.b32":
         return [first[0] & first[1]]
+    if name == "lop3.b32":
+        assert first[3] == 0xEA, "only (a & b) | c"
+        return [first[0] & first[1] | first[2]]
+    if name == "fma.rn.bf16x2":
+        return [fma_bf16x2(*first)]
     if name == "shr.u32":
         return [first[0] >> first[1]]
     if name == "mad.lo.s32":
@@ -63,6 +68,21 @@ def mma(a, b, c, kind_a: str, kind_b: str) -> list[np.ndarray]:
     C += A @ B
     assert abs(C).max(initial=0) < 2**31, "the sums do not fit into int32"
     return [C[:, G + 8 * (i // 2), 2 * T + i % 2].astype(np.int32).view(np.uint32) for i in range(4)]
+
+
+def fma_bf16x2(a, b, c) -> np.ndarray:
+    """a b + c of both halves of a word, rounded once, to even."""
+    fraction, exponent = np.frexp(halves(a) * halves(b) + halves(c))
+    rounded = np.ldexp(np.rint(fraction * 256), exponent - 8)  # bfloat16 has 8 bits
+    bits = rounded.astype(np.float32).view(np.uint32) >> 16
+    return (bits[..., 0] | bits[..., 1] << 16).astype(np.uint32)
+
+
+def halves(words) -> np.ndarray:
+    """bfloat16 [...] of two -> float64 [..., 2], the low one first."""
+    words = np.asarray(words, np.uint32)
+    pair = np.stack(np.broadcast_arrays(words << np.uint32(16), words & np.uint32(0xFFFF0000)), -1)
+    return np.ascontiguousarray(pair).view(np.float32).astype(np.float64)
 
 
 def bytes_of(words: np.ndarray, kind: str) -> np.ndarray:

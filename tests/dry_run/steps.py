@@ -109,8 +109,13 @@ def chosen(launch) -> float:
 
 
 def bytes_read(launch) -> int:
-    """Of weights."""
+    """Of weights, their scales and zeros."""
     return round(chosen(launch) * sum(t.nbytes for t in weights_of(launch)))
+
+
+def code_bytes(launch) -> int:
+    """Of weights alone: what the widest loads bring."""
+    return round(chosen(launch) * max(t.nbytes for t in weights_of(launch)))
 
 
 @dataclass(frozen=True)
@@ -142,10 +147,11 @@ class Product:
         """Bytes that its lanes would load, of those that there are: 1.5 with 11008 in int4."""
         listing = self.code.listing
         first, last = listing.main_loop()
-        loaded = self.turns * listing.loaded_bytes(range(first, last + 1)) or listing.loaded_bytes(
+        turns = self.turns + listing.peeled()
+        loaded = turns * listing.loaded_bytes(range(first, last + 1)) or listing.loaded_bytes(
             range(len(listing.code)))
         lanes = 32 * self.code.warps * math.prod(self.launch.grid)
-        return max(1.0, loaded * lanes / bytes_read(self.launch))
+        return max(1.0, loaded * lanes / code_bytes(self.launch))
 
     @property
     def program(self) -> Program:
@@ -177,10 +183,14 @@ def read_product(launch, known: dict) -> Product:
     if constants not in known:
         kernel = device.compile_launch(launch)
         code = sass.read(kernel)
-        # each turn of the main loop loads as much: so many turns load all weights
+        # each turn of the main loop loads as much: so many turns load the codes that those
+        # before the loop, multiplied behind it, have left
         first, last = code.listing.main_loop()
         a_turn = 32 * code.warps * code.listing.loaded_bytes(range(first, last + 1))
-        turns = math.ceil(bytes_read(launch) / (math.prod(launch.grid) * a_turn)) if a_turn else 1
+        turns = 1
+        if a_turn:
+            tiles = math.ceil(code_bytes(launch) / (math.prod(launch.grid) * a_turn))
+            turns = max(1, tiles - code.listing.peeled())
         known[constants] = dataclasses.replace(
             code, instructions=code.listing.instructions(turns)), turns
     return Product(launch, *known[constants])

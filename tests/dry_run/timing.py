@@ -14,24 +14,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPU:
-    """clock: Hz, boosted; bandwidth: bytes a second that a kernel that only reads reaches."""
+    """clock: Hz, boosted; bandwidth: bytes a second that a kernel that only reads reaches.
+
+    tensor: bfloat16 multiplications a second by the data sheet, dense; l2, l2_bytes: bytes a second
+    from the L2 cache (published microbenchmarks, not ours) and its size.
+    """
 
     sm: int                                        # compute capability times ten
     n_sm: int                                      # multiprocessors
     clock: float
     bandwidth: float
     shared: int                                    # bytes a multiprocessor has for programs
+    tensor: float
+    l2: float
+    l2_bytes: int
 
 
-GPUS = {"A100": GPU(80, 108, 1.41e9, 1.72e12, 164 << 10),
-        "H100": GPU(90, 132, 1.98e9, 3.0e12, 228 << 10),
-        "H200": GPU(90, 132, 1.98e9, 4.3e12, 228 << 10)}
+GPUS = {"A100": GPU(80, 108, 1.41e9, 1.72e12, 164 << 10, 156e12, 4.4e12, 40 << 20),
+        "H100": GPU(90, 132, 1.98e9, 3.0e12, 228 << 10, 494e12, 5.6e12, 50 << 20),
+        "H200": GPU(90, 132, 1.98e9, 4.3e12, 228 << 10, 494e12, 5.6e12, 50 << 20)}
 LAUNCH = 1.8e-6                                    # seconds until the first program has loaded
 DRIFT = 3.9                                        # waves until half of load and compute overlap
 TRIP = 0.10e-6                                     # a wait for memory that other warps do not fill
 ALONE = 0.45e-6                                    # one that nothing else fills: to L2 and back
 LATENCY = 0.8e-6                                   # of memory under load, for bytes in flight
 AHEAD = 0.25                                       # of a turn: loads issued earlier are carried over
+TENSOR = 0.6                                       # of the data sheet, by Triton; not measured
+BLAS = 0.75                                        # the same of cuBLAS
+WRITE = 0.9                                        # of bandwidth, where more is written than read
 BAR = 0.2, 1.7e-6                                  # of an estimate, and a launch
 STEP_BAR = 0.14                                    # of a whole step's speed
 
@@ -93,6 +103,60 @@ def seconds_alone(gpu: GPU, program: Program) -> float:
     waves = math.ceil(max(1.0, program.grid / gpu.n_sm / resident))
     issue = program.instructions * program.warps * min(resident, math.ceil(program.grid / gpu.n_sm))
     return LAUNCH + waves * (program.trips * ALONE + issue / (4 * gpu.clock))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A product of many rows by codes: its sizes, and what reading its machine code gave.
+
+    before: instructions of a warp outside of the loop; inside: of a turn of it.
+    """
+
+    rows: int
+    n_out: int
+    n_in: int
+    n_bytes: int                                   # of codes, scales and zeros
+    tile: tuple[int, int, int]                     # rows, outputs, columns of a turn
+    n_split: int
+    program: Program
+    before: int
+    inside: int
+
+
+def prompt_seconds(gpu: GPU, prompt: Prompt) -> float:
+    """The product's launch, x's reordering and, if the columns are split, adding up: an estimate,
+    none of whose parts was measured.
+
+    Loads are carried over. Instructions and the tensor core take turns in a program, so of the
+    shorter one programs' share stays that nothing overlaps.
+    """
+    BM, BN, BK = prompt.tile
+    p = prompt.program
+    resident = min(programs_per_sm(gpu, p), math.ceil(p.grid / gpu.n_sm))
+    n_chunk = math.ceil(prompt.n_in / BK)
+    turns = math.ceil(p.grid / gpu.n_sm) * math.ceil(n_chunk / prompt.n_split)     # of an SM
+    issue = (math.ceil(p.grid / gpu.n_sm) * prompt.before + turns * prompt.inside) * p.warps / (
+        4 * gpu.clock)
+    tensor = turns * BM * BN * BK * gpu.n_sm / (TENSOR * gpu.tensor)
+    compute = max(issue, tensor) + min(issue, tensor) / resident
+    n_tile = math.ceil(prompt.rows / BM) * math.ceil(prompt.n_out / BN)
+    cached = prompt.n_bytes * math.ceil(prompt.rows / BM) + 2 * BM * prompt.n_in * n_tile
+    transfer = max(prompt.n_bytes / gpu.bandwidth, cached / gpu.l2)
+    seconds = LAUNCH + LATENCY + max(transfer, compute)
+    seconds += LAUNCH + 4 * prompt.rows * prompt.n_in / gpu.l2     # the reordered x
+    if prompt.n_split > 1:
+        n_sum = prompt.rows * prompt.n_out
+        seconds += LAUNCH + (8 * prompt.n_split + 2) * n_sum / gpu.l2
+    return seconds
+
+
+def written_out_seconds(gpu: GPU, prompt: Prompt) -> float:
+    """The same by a matrix of bfloat16, written once, and cuBLAS at its best."""
+    n_weight = prompt.n_out * prompt.n_in
+    write = LAUNCH + (prompt.n_bytes + 2 * n_weight) / (WRITE * gpu.bandwidth)
+    rate = gpu.l2 if 2 * n_weight < 0.7 * gpu.l2_bytes else gpu.bandwidth
+    multiply = prompt.rows * n_weight / (BLAS * gpu.tensor)
+    return write + LAUNCH + max(2 * n_weight / rate, multiply)
 
 
 def bar(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""PTX of the products of codes by tensor cores: text only, so that tests run it without a GPU.
+"""PTX of the products of codes on a GPU: text only, so that tests run it without one.
 
 Operands are numbered as Triton does: outputs, then inputs. Lane (g, t) of a warp holds codes of
 rows g and g + 8 of A and the column g of B.
@@ -33,3 +33,32 @@ INT8 = """{.reg .b32 c<4>;
     mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$6,$10,$7,$11}, {$14,$15},
         {c0,c1,c2,c3};}"""
 INT8_REGISTERS = "=r,=r,=r,=r" + ",r" * 16
+
+
+def _int4_weights() -> str:
+    """16 bits of each of two neighbouring fours of columns ($4), their scale ($5) and zero ($6) in
+    bfloat16 -> $0 to $3: (code - 8) scale + zero of the first to the fourth column of both, rounded
+    once. 0x4300 is 128, whose lowest bits count ones: no conversion.
+    """
+    lines = []
+    for i in range(4):
+        shifted = "mov.b32 a, $4;" if i == 0 else f"shr.u32 a, $4, {4 * i};"
+        lines.append(f"""
+            {shifted} lop3.b32 a, a, 0x000f000f, o, 0xea;
+            fma.rn.bf16x2 a, a, i, b; fma.rn.bf16x2 ${i}, a, $5, $6;""")
+    return """{.reg .b32 a, o, i, b;
+        mov.b32 o, 0x43004300; mov.b32 i, 0x3f803f80; mov.b32 b, 0xc308c308;""" + "".join(lines) + "}"
+
+
+INT4_WEIGHTS = _int4_weights()
+INT4_WEIGHTS_REGISTERS = "=&r,=&r,=&r,=&r,r,r,r"
+
+# two neighbouring pairs of codes ($2) -> $0, $1: the first and the second of both in bfloat16, as
+# 128 + its lowest seven bits - (128 + its sign's 128)
+INT8_WEIGHTS = """{.reg .b32 a, b, h, m, o;
+    mov.b32 o, 0x43004300; mov.b32 m, 0xbf80bf80; shr.u32 h, $2, 8;
+    lop3.b32 a, $2, 0x007f007f, o, 0xea; lop3.b32 b, $2, 0x00800080, o, 0xea;
+    fma.rn.bf16x2 $0, b, m, a;
+    lop3.b32 a, h, 0x007f007f, o, 0xea; lop3.b32 b, h, 0x00800080, o, 0xea;
+    fma.rn.bf16x2 $1, b, m, a;}"""
+INT8_WEIGHTS_REGISTERS = "=&r,=&r,r"

@@ -1,10 +1,14 @@
-"""Quantized matmul on a GPU: few rows by Triton, many by dequantizing.
+"""Quantized matmul on a GPU: few rows and a prompt's by Triton, many by writing the matrix out.
 
 Codes keep the layout on disk. int4's scale and zero of a group lie side by side in `scales`, so
-that a thread loads both at once; `zeros` is None.
+that a thread loads both at once; `zeros` is None. A compiled step's few rows are matvec.py's. Up to
+MAX_FUSED_ROWS are multiplied by codes that become weights in registers (triton_prompt.py). More
+are cuBLAS's, by weights that one kernel writes for the call.
 
     tensors = INT4_CUDA.pack(weight, scales, zeros); y = INT4_CUDA.product(x, *tensors)
 """
+
+import os
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +23,8 @@ from gpt_faster.kernels.cuda.matvec import (
 from gpt_faster.kernels.plain import Kernel
 from gpt_faster.kernels.torch_internals import is_compiling
 
-MAX_PASSES = 4                                     # of MAX_ROWS rows: faster than dequantizing
+MAX_FUSED_ROWS = 128                               # more are no slower written out: docs/gpu.md
+FUSED_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def has_kernels(device) -> bool:
@@ -30,16 +35,43 @@ def has_kernels(device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+@torch.library.custom_op("gpt_faster::prompt_product", mutates_args=(),
+                         tags=(torch.Tag.flexible_layout,))    # else each call copies its inputs
+def prompt_product(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """x [M, in], up to MAX_FUSED_ROWS, by codes -> [M, out]; scales as interleaved() makes them."""
+    if not runs_triton(x):
+        return F.linear(x, dequantize_interleaved(weight, scales, x.dtype))
+    from gpt_faster.kernels.cuda.triton_prompt import multiply
+    return multiply(x, weight, scales)
+
+
+@prompt_product.register_fake
+def _(x, weight, scales):
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def runs_triton(t: Tensor) -> bool:
+    return t.is_cuda or bool(os.environ.get("TRITON_INTERPRET"))
+
+
 def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Few compiled rows: one pass over the codes per MAX_ROWS. Otherwise dequantizes."""
-    if is_compiling() and x.shape[0] <= MAX_PASSES * MAX_ROWS:
-        parts = [matvec(part, weight, scales, zeros) for part in x.split(MAX_ROWS)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """x [M, in] -> [M, out]"""
+    M = x.shape[0]
+    if is_compiling() and M <= MAX_ROWS:
+        return matvec(x, weight, scales, zeros)
+    if 0 < M <= MAX_FUSED_ROWS and has_kernels(x.device) and x.dtype in FUSED_DTYPES:
+        return prompt_product(x.contiguous(), weight, interleaved(weight, scales, zeros))
     return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
 
 
 def dequantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype) -> Tensor:
-    return dequantize_interleaved(weight, interleaved(weight, scales, zeros), dtype)
+    """Compiled, Inductor fuses the formula; else one kernel of ours does."""
+    scales = interleaved(weight, scales, zeros)
+    is_whole = weight.is_contiguous() and scales.is_contiguous()
+    if is_compiling() or not (is_whole and has_kernels(weight.device)):
+        return dequantize_interleaved(weight, scales, dtype)
+    from gpt_faster.kernels.cuda.triton_prompt import write_out
+    return write_out(weight, scales, dtype)
 
 
 def pack(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> tuple:

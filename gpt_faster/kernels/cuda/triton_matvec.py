@@ -82,17 +82,18 @@ def _matvec(x, norm, weight, bias, residual, ids, y, eps, n_turn, share, expert_
     if use_pdl and ids is None:
         gdc_wait()                                 # below, outputs of earlier kernels are read
 
-    h = ()                                         # by step, row of x
-    squares = tl.zeros([T, 1], tl.float32)
-    for i in tl.static_range(n_step):
-        for m in tl.static_range(M):
+    h, squares = (), ()                            # h: by row of x, step
+    for m in tl.static_range(M):
+        total = tl.zeros([T, 1], tl.float32)
+        for i in tl.static_range(n_step):
             c = i * step + column + tl.arange(0, 8)
             eight = tl.load(x + m * n_in + c, c < n_in, 0)
             if norm is not None:
                 eight = eight.to(tl.float32)
-                squares += tl.sum(eight * eight, 2)
+                total += tl.sum(eight * eight, 2)
                 eight *= tl.load(norm + c, c < n_in, 0)
             h = h + (eight,)
+        squares = squares + (total,)
 
     for turn in tl.range(n_turn):
         cur_words, cur_row = words, row
@@ -108,14 +109,14 @@ def _matvec(x, norm, weight, bias, residual, ids, y, eps, n_turn, share, expert_
             w = cur_words[k].to(tl.float32)
             sums = ()
             for m in tl.static_range(M):
-                sums = sums + (acc[m] + tl.sum(w * h[k * M + m].to(tl.float32), 2),)
+                sums = sums + (acc[m] + tl.sum(w * h[m * n_step + k].to(tl.float32), 2),)
             acc = sums
 
         o = out_0 + tl.arange(0, n_block)
         for m in tl.static_range(M):
             result = tl.sum(acc[m], 0)             # [R]
             if norm is not None:
-                result *= tl.rsqrt(tl.sum(squares, 0) / n_in + eps)
+                result *= tl.rsqrt(tl.sum(squares[m], 0) / n_in + eps)
             if bias is not None:
                 result += tl.load(bias + cur_row).to(tl.float32)
             if gated:
