@@ -180,6 +180,7 @@ def check_drafters(path, n):
     greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1.5)
     directories = sorted(path.glob("drafter*"))
     assert directories
+    wrong = []                                             # said at the end: the ranks make the same calls
     for directory, engine in itertools.product(directories, ("kv_cache", "compile")):
         found = []
         for load in (load_model, lambda source, dtype, device: loading.load_shard(source, dtype, device, "compile")):
@@ -189,9 +190,10 @@ def check_drafters(path, n):
             model.setup_cache(1, 40)
             text = [t.item() for t in generate.generate(generate.Batch(model, build_sampler(model, [greedy], None)), [prompt], 20)]
             found.append(drafted(model, draft, prompt, 20, greedy, engine if found else "kv_cache", text))
-        assert found[0] == found[1], f"{directory.name} {engine}"
         random = drafted(model, draft, prompt, 20, hot, engine)
-        assert random == from_rank_0(lambda random=random: random)
+        if found[0] != found[1] or random != from_rank_0(lambda random=random: random):
+            wrong.append(f"{directory.name} {engine}")
+    assert not wrong
 
 
 def check_agreement(path, n):
