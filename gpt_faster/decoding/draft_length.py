@@ -50,7 +50,7 @@ class Acceptance:
 class DraftLengthController:
     """Picks the length with the most expected tokens per unit of time.
 
-    If none is expected to pay, rows take plain steps until there is enough credit for a trial of the
+    If none is expected to pay, rows take plain steps until there is credit for a trial of the
     cheapest one. Each round earns LOSS, and a text that begins ALLOWANCE; wrong drafts, trials or
     not, use it up. So they cost little.
     """
