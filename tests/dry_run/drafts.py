@@ -138,10 +138,11 @@ def look_at(sm: int, name: str, drafter: str, scheme: str, k: int, acceptance: f
 def main(sm: int, only: str = "") -> list[tuple[str, bool, str]]:
     device.install(keep_arguments=True)
     lines, known = [], {}
-    for (name, drafter), (acceptance, lengths) in CASES.items():
+    for (name, drafter), (acceptance, all_lengths) in CASES.items():
         for scheme in ("none", "int4-g32"):
             what = f"{name} {drafter} {scheme}"
-            if only not in what:
+            lengths = [k for k in all_lengths if only in f"{what} {k}"]
+            if not lengths:
                 continue
             plain = look_at(sm, name, drafter, scheme, 0, acceptance, known)
             for k in lengths:
