@@ -391,16 +391,30 @@ class SpeculativeBatch(Batch):
         in_use = [row for row, n in enumerate(self.length) if n]
         drafting = [row for row in in_use if self._may_draft(row)]
         self.history.scatter_(1, self.pos.view(-1, 1), self.token)
-        rows = self.rows_of_round(set(drafting))
-        k = self.draft_length.next(drafting, len(rows.index))
+        k = self.draft_length.next(drafting, len(self.active_rows()))
         n_left = self.max_length - max(self.length)            # positions of the longest row
         if drafting and k and n_left >= 2:                     # one is for padding
-            tokens, count = self.draft_and_verify(rows, k)
+            rows = self.rows_of_round(set(drafting))
+            tokens, count = map(tp.broadcast, self.draft_and_verify(rows, k))
+            self._finish_round(rows, drafting, tokens, count)
         else:
-            tokens, drafting = self._decode(), []
-            tokens = tokens if rows.batch_idx is None else tokens[rows.batch_idx]
-            count = torch.zeros_like(tokens[:, 0])
-        self._finish_round(rows, drafting, tp.broadcast(tokens), tp.broadcast(count))
+            self._plain_round(tp.broadcast(self._decode()))
+
+    def _plain_round(self, token: Tensor) -> None:
+        """A new token [B, 1] in each row in use. Few operations: most rounds are plain where drafts
+        do not pay."""
+        self.history.scatter_(1, self.pos.view(-1, 1) + 1, token)
+        n_known = self.pos.flatten() + 2
+        self.ready.append(Ready([row for row, n in enumerate(self.length) if n],
+                                torch.where(self.in_use.view(-1, 1) > 0, token, -1), 0))
+        self.length = [min(n + 1, self.max_length) if n else 0 for n in self.length]
+        self.pos = (self.pos + self.in_use).clamp(max=self.max_length - 1)
+        found = None
+        if not self.draft_length.paused:
+            found = self.drafter.find(self.history, n_known)
+        found = [None] * self.n_row if found is None else found.tolist()
+        for row in self.ready[-1].rows:
+            self.drafter.accepted(row, self.length[row], found[row])
 
     def draft_and_verify(self, rows: Rows, k: int) -> tuple[Tensor, Tensor]:
         """-> accept()'s result for k drafts in each row."""
@@ -411,7 +425,7 @@ class SpeculativeBatch(Batch):
                            rows.batch_idx)
 
     def _finish_round(self, rows: Rows, drafting: list[int], tokens: Tensor, count: Tensor) -> None:
-        """tokens [b, n] of which count [b] + 1 are valid."""
+        """tokens [b, n] of which count [b] + 1 are valid, in rows of which some drafted."""
         device, n = self.device, tokens.shape[1]
         place = torch.arange(n, device=device)
         batch_idx = rows.batch_idx
@@ -419,17 +433,13 @@ class SpeculativeBatch(Batch):
             batch_idx = torch.arange(self.n_row, device=device)
         at = rows.pos.view(-1, 1) + 1 + place                  # [b, n]
         self.history[batch_idx[:, None], at] = tokens          # invalid ones: overwritten later
-        counts, found = [0] * len(rows.index), None
+        found = None
         if not self.draft_length.paused:
-            n_known = rows.pos.flatten() + 2 + count
-            found = self.drafter.find(self.history[batch_idx], n_known)
-        if found is not None and drafting:         # one device read
+            found = self.drafter.find(self.history[batch_idx], rows.pos.flatten() + 2 + count)
+        if found is None:
+            counts, found = count.tolist(), [None] * len(rows.index)
+        else:                                      # one device read
             counts, found = torch.stack((count, found)).tolist()
-        elif found is not None:
-            found = found.tolist()
-        elif drafting:
-            counts = count.tolist()
-        found = found or [None] * len(counts)
         each = tokens.new_full((self.n_row, n), -1)            # [B, n]
         is_valid = (place <= count[:, None]) & (self.in_use.view(-1, 1)[batch_idx] > 0)
         each[batch_idx] = torch.where(is_valid, tokens, -1)
@@ -443,8 +453,7 @@ class SpeculativeBatch(Batch):
         for i in range(max(accepted.values(), default=0) + 1):
             new = [row for row, n_accepted in accepted.items() if n_accepted >= i]
             self.ready.append(Ready(new, each[:, i:i + 1], i))
-        if drafting:
-            self._learn({row: accepted[row] for row in drafting})
+        self._learn({row: accepted[row] for row in drafting})
 
     def _may_draft(self, row: int) -> bool:
         has_room = self.length[row] + 1 + self.max_draft <= self.max_length

@@ -27,6 +27,8 @@ from gpt_faster.formats.known_shapes import random_checkpoint
 from gpt_faster.formats.load import open_checkpoint
 from gpt_faster.kernels.cuda.attention import use_fused_attention
 from gpt_faster.kernels.digest import digest, digest_with_imports
+from gpt_faster.layers.dflash import DFlash
+from gpt_faster.layers.eagle3 import Eagle3
 from gpt_faster.layers.quantized_cache import CacheFormat
 from gpt_faster.storage import disk, weight_cache
 from gpt_faster.text.tokenizer_files import load_for
@@ -100,10 +102,18 @@ def load_shard(source, dtype: torch.dtype, device, engine: str) -> Transformer:
     For torch_compile the layers are the core's, without our attention kernels.
     """
     packed = is_packed_for(engine, device, source)
-    model = reading.load_model(tp.shard(source), dtype, device, packed=packed)
+    part = part_of_rank(source)
+    model = reading.load_model(part, dtype, device, packed=packed)
     if engine != "torch_compile":
         use_fused_attention(model)
-    return tp.parallelize(model, source.cfg.vocab_size)
+    return model if part is source else tp.parallelize(model, source.cfg.vocab_size)
+
+
+def part_of_rank(source: Checkpoint) -> Checkpoint:
+    """What this rank loads. Each has a whole EAGLE-3 or DFlash drafter: it is small, and what it
+    reads and shares, the model's hidden states, embedding and output layer, is that of all ranks.
+    """
+    return source if issubclass(source.kind, Eagle3 | DFlash) else tp.shard(source)
 
 
 def is_packed_for(engine: str, device, source: Checkpoint) -> bool:

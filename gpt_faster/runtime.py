@@ -40,7 +40,7 @@ from gpt_faster.layers.dflash import DFlashConfig
 from gpt_faster.layers.eagle3 import check_fit
 from gpt_faster.layers.embedding import has_learned_positions
 from gpt_faster.layers.quantized_cache import CacheFormat
-from gpt_faster.loading import load, load_shard, open_model
+from gpt_faster.loading import load, load_shard, open_model, part_of_rank
 from model import cache_bytes
 from sampling import Sampler
 from tokenizer import differ
@@ -163,8 +163,6 @@ class Runtime:
         """A DFlash drafter, quantized as the model. ValueError if it does not fit the model."""
         draft = open_dflash(file)
         check_target(draft, source)
-        if tp.world() > 1:
-            raise ValueError(f"{file}: a DFlash drafter does not support tensor parallelism")
         options = self.options
         head = options.quantize_head if draft.cfg.own_head else "none"
         return quantize_on_load.quantize_as_requested(draft, options.quantize, options.groupsize,
@@ -174,8 +172,6 @@ class Runtime:
         """Quantized as the model is. ValueError if it does not fit the model."""
         draft = open_eagle3(path)
         check_fit(draft.cfg, source.cfg, path)
-        if tp.world() > 1:
-            raise ValueError(f"{path}: EAGLE-3 does not support tensor parallelism")
         options = self.options
         head = options.quantize_head if draft.cfg.draft_vocab else "none"      # the target's
         return quantize_on_load.quantize_as_requested(draft, options.quantize, options.groupsize,
@@ -262,7 +258,7 @@ def check_memory(sources, dtype, device, rows: int, length: int, chunk: int, max
                  kv_cache: CacheFormat | None = None) -> None:
     """Log the memory that will be allocated. ValueError if it exceeds the free memory, or if a
     model cannot have such a KV cache."""
-    sources = [tp.shard(source) for source in sources if source]
+    sources = [part_of_rank(source) for source in sources if source]
     free = free_memory(device) / (n_local() if device.type == "cpu" else 1)
     weights = sum(n_bytes(source, dtype, device) for source in sources)
     cache = sum(cache_bytes(source.cfg, rows, length, min(chunk, length), dtype, max_rejected,

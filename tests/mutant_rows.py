@@ -331,6 +331,8 @@ NAMED = [
            "return (7 - point) * scale.read_rows(a, b).float()", "tests/test_dequantize.py::test_four_bits_of_a_file_in_the_kernels"),
 
     # ---- Several ranks ---------------------------------------------------------------------------
+    Mutant("each-rank-drafts-its-own", "gpt_faster/decoding/mtp.py", "tokens = tp.broadcast(tokens)", "pass",
+           "tests/test_tp.py::test_all_else[drafters-for-drafters-2]"),
     Mutant("bias-added-by-each-rank", "tp.py", 'if leaf == "bias" and i > 0:', 'if leaf == "bias" and i < 0:',
            "tests/test_tp.py::test_parts_make_up_the_whole"),
     Mutant("key-heads-of-another-rank", "tp.py", "axis, n_part, me * n_part // n)", "axis, n_part, me % n_part)",

@@ -3,6 +3,7 @@
     torchrun --standalone --nproc_per_node=2 tests/ranks.py CHECK:DIRECTORY …        # a family of tiny ones, say
 """
 
+import itertools
 import sys
 import time
 import traceback
@@ -17,11 +18,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import generate  # noqa: E402
 import tp  # noqa: E402
 from gpt_faster import loading  # noqa: E402
+from gpt_faster.bench.drafts import FixedAcceptanceDrafter  # noqa: E402
 from gpt_faster.cli.common import guarded  # noqa: E402
 from gpt_faster.decoding import draft_length, engines  # noqa: E402
 from gpt_faster.decoding.draft_length import DraftLengthController  # noqa: E402
 from gpt_faster.decoding.ranks import as_rank, from_rank_0, run_on_rank_0  # noqa: E402
 from gpt_faster.decoding.samplers import build_sampler  # noqa: E402
+from gpt_faster.formats.dflash import dflash_file, open_dflash  # noqa: E402
+from gpt_faster.formats.eagle3 import open_eagle3  # noqa: E402
 from gpt_faster.formats.load import load_model, read_checkpoint  # noqa: E402
 from gpt_faster.formats.quantize_on_load import quantized  # noqa: E402
 from gpt_faster.layers.quantized_cache import CacheFormat  # noqa: E402
@@ -145,6 +149,53 @@ def check_mtp(path, n):
         same_tokens(source, prompts(12, 1).tolist(), 30, how, drafts=drafts)
 
 
+def opened(directory):
+    file = dflash_file(directory)
+    return open_dflash(file) if file else open_eagle3(directory)
+
+
+def drafted(model, draft, prompt, n_new, how, engine, text=None):
+    """What two rows say, and all drafts; of these most are exchanged by right ones if the text is known."""
+    model.setup_cache(2, len(prompt) + n_new + 20, max_rejected=4)
+    steps, draw = engines.build_steps(model, engine), torch.Generator().manual_seed(tp.rank())
+    batch = engines.build_speculative(model, build_sampler(model, [how] * 2, draw), steps, engine, 3, True, draft)
+    drafts, propose = [], batch.drafter.propose
+
+    def spy(*args):
+        tokens, *dist = propose(*args)
+        drafts.append(tokens.tolist())
+        return tokens, *dist
+    batch.drafter.propose = spy
+    if text:
+        batch.drafter = FixedAcceptanceDrafter(batch.drafter, 0.7)
+        batch.drafter.set_text(prompt + text)
+    said = [t.tolist() for t in generate.generate(batch, [prompt] * 2, n_new)]
+    assert not text or sum(batch.accept_counts[1:]) > sum(batch.accept_counts) / 2
+    return said, drafts
+
+
+def check_drafters(path, n):
+    """Each rank has the whole drafter, beside its part of the model's embedding and output layer: its drafts are those of one process."""
+    source, prompt = read_checkpoint(path), prompts(20, 1)[0].tolist()
+    greedy, hot = SamplingParams(temperature=0), SamplingParams(temperature=1.5)
+    directories = sorted(path.glob("drafter*"))
+    assert directories
+    wrong = []                                             # said at the end: the ranks make the same calls
+    for directory, engine in itertools.product(directories, ("kv_cache", "compile")):
+        found = []
+        for load in (load_model, lambda source, dtype, device: loading.load_shard(source, dtype, device, "compile")):
+            model, draft = load(source, FP32, "cpu"), opened(directory)
+            finish = getattr(draft, "finish", lambda draft: draft)
+            draft = finish(load(draft, FP32, "cpu"))
+            model.setup_cache(1, 40)
+            text = [t.item() for t in generate.generate(generate.Batch(model, build_sampler(model, [greedy], None)), [prompt], 20)]
+            found.append(drafted(model, draft, prompt, 20, greedy, engine if found else "kv_cache", text))
+        random = drafted(model, draft, prompt, 20, hot, engine)
+        if found[0] != found[1] or random != from_rank_0(lambda random=random: random):
+            wrong.append(f"{directory.name} {engine}")
+    assert not wrong
+
+
 def check_agreement(path, n):
     """A result that differs between the ranks, an error of rank 0 alone, calls that rank 0 leads."""
     mine = torch.full((2, 1), tp.rank())
@@ -167,7 +218,7 @@ def check_agreement(path, n):
 
 
 CHECKS = dict(family=check_family, quantized=check_quantized, sampling=check_sampling, compiled=check_compiled,
-              guessing=check_guessing, measuring=check_measuring, mtp=check_mtp, kv_cache=check_kv_cache, agreement=check_agreement)
+              guessing=check_guessing, measuring=check_measuring, mtp=check_mtp, drafters=check_drafters, kv_cache=check_kv_cache, agreement=check_agreement)
 
 
 def run(argv):

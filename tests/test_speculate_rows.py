@@ -454,16 +454,14 @@ def test_lengths_follow_cost_and_rows():
     assert pace.next([0], 2) == 4                          # 1 + 2.4 / 2 tokens for 2.0 steps
     assert pace.next(list(range(8)), 8) == pace.next(list(range(5)), 5) == 1   # at a cost of 8 rows
     assert pace.next([0], 8) == 0
-    pace.learn({})
-    pace.next([0, 1], 2)
     for _ in range(6):                                     # one of two rows is always wrong
+        assert pace.next([0, 1], 2) == 4                   # 1 + 4 / 2 tokens for 2.0 steps
         pace.learn({0: 0, 1: 4})
-        pace.next([0, 1], 2)
-    assert pace.rates[0][0] / pace.rates[0][1] < 0.3 and pace.rates[1][0] / pace.rates[1][1] > 0.9
-    assert pace.next([0], 1) == 0 or pace.speedup(pace.k) > 1
-    assert pace.next([1], 1) == 4                          # a pause is of those that were wrong
+    assert pace.rates[0].expected[1] < 1.2 and pace.rates[1].expected[4] > 4.5
+    pace.credit = 0.0
+    assert pace.next([0], 1) == 0 and pace.next([1], 1) == 4   # a pause is of those that were wrong
     pace.begin(0)
-    assert pace.rates[0] == (1.6, 2.0)
+    assert pace.rates[0].expected[4] == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
 
 
 def test_measured_for_each_width(models):

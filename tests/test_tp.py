@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import test_dflash
+import test_eagle3
 import tiny
 import torch
 import transformers as hf
@@ -71,6 +73,16 @@ def passed(folder, *checks, ranks):
     assert f"{len(checks)} checks on {ranks} ranks, 0 failed" in out[0], out
 
 
+def with_drafters(source, directory):
+    """A model of width 64 beside drafters: with an embedding and an output layer of their own, and with the model's."""
+    shutil.copytree(source, directory)
+    eagle = dict(test_eagle3.SIZES, hidden_size=64, draft_vocab_size=None)
+    test_eagle3.write(directory / "drafter-eagle3", test_eagle3.tensors_of(), test_eagle3.SIZES)
+    test_eagle3.write(directory / "drafter-eagle3-shares", test_eagle3.tensors_of(dim=64, own_embed=False, own_head=False, vocab=160), eagle)
+    test_dflash.write(directory / "drafter-dflash", test_dflash.QWEN, test_dflash.tensors())
+    return directory
+
+
 @pytest.fixture(scope="session")
 def checkpoint(families, heads, tmp_path_factory):
     """name -> a family's directory; or of one with a head that drafts, or whose rows have enough groups of int4 weights for four ranks."""
@@ -83,6 +95,8 @@ def checkpoint(families, heads, tmp_path_factory):
             return families(name)[0]
         if name == "for-mtp":
             return heads("glm4_moe")[0]
+        if name == "for-drafters":
+            return with_drafters(families("llama-linear")[0], tmp_path_factory.mktemp(name) / "model")
         path = tmp_path_factory.mktemp(name)
         torch.manual_seed(0)
         hf.AutoModelForCausalLM.from_config(wide[name]()).save_pretrained(path)
@@ -104,6 +118,7 @@ def test_every_family(checkpoint, tmp_path, names, ranks):
 @pytest.mark.parametrize("check, name", [
     ("quantized", "for-int4-llama"), ("quantized", "for-int4-mixtral"), ("sampling", "for-int4-llama"), ("agreement", "for-int4-llama"),
     ("guessing", "for-int4-llama"), ("measuring", "for-int4-llama"), ("mtp", "for-mtp"),
+    ("drafters", "for-drafters"),
     ("kv_cache", "for-int4-llama")])
 def test_all_else(checkpoint, tmp_path, check, name, ranks):
     passed(tmp_path, f"{check}:{checkpoint(name)}", ranks=ranks)
@@ -247,6 +262,19 @@ def test_several_prompts_on_three_ranks(capsys, tmp_path):
     results = sorted((json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()), key=lambda r: r["id"])
     assert [f"--- {r['id']} ---\n{r['prompt']}{r['text']}" for r in results] == expected.rstrip("\n").split("\n--- ")[:1] + [
         f"--- {part}" for part in expected.rstrip("\n").split("\n--- ")[1:]]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_drafter_by_the_command(capsys, checkpoint, tmp_path, name):
+    """The lengths of the drafts are measured: by rank 0's clock."""
+    shutil.copytree(checkpoint("for-drafters"), tmp_path / "model")
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(160)}, unk_token="w0")).save(str(tmp_path / "model/tokenizer.json"))
+    argv = ["generate.py", "-m", tmp_path / "model", *GREEDY, "--ignore_eos", "--max_new_tokens", "16", "--prompt", "12"]
+    drafter = "--draft_checkpoint_path", tmp_path / "model" / f"drafter-{name}"
+    for more, k in (([], []), (["--quantize", "int8", "--compile"], ["--speculate_k", "3"])):
+        expected = alone(capsys, *argv[1:], *more)
+        statuses, out, err = on_ranks(tmp_path, *argv, *more, *drafter, *k)
+        assert statuses == [0, 0] and out == [expected, ""], err
 
 
 def test_a_conversation(tmp_path):

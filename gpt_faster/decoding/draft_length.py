@@ -1,9 +1,8 @@
-"""Chooses the draft length from the measured cost of a round and the recent acceptance rate.
+"""Chooses the draft length from the measured cost of a round and the recent acceptance.
 
     batch = SpeculativeBatch(model, sampler, steps, drafter, DraftLengthController([5, 1]), 5)
 """
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -14,12 +13,47 @@ from gpt_faster.decoding.ranks import from_rank_0
 PRIOR_ACCEPTANCE = 0.8                             # assumed before the first draft,
 PRIOR_WEIGHT = 2.0                                 # as if from this many verified drafts
 DECAY = 0.9                                        # weight of earlier rounds, per round
+LOSS = 0.01                                        # of plain steps' time, which trials may cost,
+ALLOWANCE = 1.0                                    # and plain steps beyond that, for a new text
+
+
+class Acceptance:
+    """How often a row's recent drafts were accepted, by position.
+
+    Drafts of n-grams are all right or all wrong, those of a drafter less often right the later they
+    are: one rate for all positions would expect too much of the former.
+    """
+
+    def __init__(self, n: int):
+        self.accepted, self.verified = [0.0] * n, [0.0] * n    # of each position, decayed
+        self.expected = self._expected()
+
+    def learn(self, k: int, n: int) -> None:
+        """The first n of k drafts were accepted. Those after the first rejected one were not
+        verified."""
+        for i in range(len(self.verified)):
+            self.accepted[i] = DECAY * self.accepted[i] + (i < n)
+            self.verified[i] = DECAY * self.verified[i] + (i < min(n + 1, k))
+        self.expected = self._expected()
+
+    def _expected(self) -> list[float]:
+        """[k]: expected tokens of a round of k drafts."""
+        total = PRIOR_WEIGHT + sum(self.verified)
+        rate = (PRIOR_ACCEPTANCE * PRIOR_WEIGHT + sum(self.accepted)) / total
+        expected, reached = [1.0], 1.0
+        for accepted, verified in zip(self.accepted, self.verified):
+            reached *= (rate * PRIOR_WEIGHT + accepted) / (PRIOR_WEIGHT + verified)
+            expected.append(expected[-1] + reached)
+        return expected
 
 
 class DraftLengthController:
-    """Picks the length with the most expected tokens per unit of time, at each row's recent
-    acceptance rate. If no length is expected to pay, drafting pauses, each time for twice as many
-    rounds, so that bad drafts cost little."""
+    """Picks the length with the most expected tokens per unit of time.
+
+    If none is expected to pay, rows take plain steps until there is credit for a trial of the
+    cheapest one. Each round earns LOSS, and a text that begins ALLOWANCE; wrong drafts, trials or
+    not, use it up. So they cost little.
+    """
 
     def __init__(self, lengths: list[int], costs: dict[int, dict[int, float]] | None = None,
                  acceptance: float = 1.0):
@@ -32,19 +66,26 @@ class DraftLengthController:
             self.lengths = [k for k in lengths if any(
                 of_width[k] < expected_tokens(k, acceptance) for of_width in costs.values())]
         self.acceptance = acceptance
-        self.rates = {}                            # row -> accepted, verified drafts
-        self.wait, self.pause = 0, 1               # rounds left of a pause of `pause` rounds
+        self.rates = {}                            # row -> Acceptance
+        self.credit = 0.0                          # plain steps
         self.k, self.n_row, self.drafting = 0, 1, []           # of this round
 
     def begin(self, row: int) -> None:
-        """A new text: reset the row's acceptance rate, and end a pause."""
-        self.rates[row] = PRIOR_ACCEPTANCE * PRIOR_WEIGHT, PRIOR_WEIGHT
-        self.wait, self.pause = 0, 1
+        """A new text: nothing is known of its acceptance, and the row's part of the credit."""
+        self.rates[row] = Acceptance(max(self.lengths, default=0))
+        self._earn(ALLOWANCE / max(self.costs))
+        self.drafting = []
+
+    def _earn(self, n_step: float) -> None:
+        self.credit = min(ALLOWANCE, self.credit + n_step)
 
     @property
     def paused(self) -> bool:
         """Whether next() will return 0 after the coming round."""
-        return not self.lengths or (self.wait >= 2 and self.n_row == 1)
+        if not self.lengths:
+            return True
+        is_known = self.n_row == 1 and not self.k and self.drafting
+        return bool(is_known) and not self._choose(self.drafting, 1, self.credit + LOSS)
 
     def can_pay(self, k: int, n_drafting: int, n_row: int) -> bool:
         """Whether k drafts in some of n_row rows may pay, at the best acceptance rate."""
@@ -55,37 +96,31 @@ class DraftLengthController:
         widths = sorted(self.costs)
         return self.costs[next((n for n in widths if n >= n_row), widths[-1])][k]
 
-    def speedup(self, k: int) -> float:
-        """Of all rows that take part; those without drafts get one token a round."""
-        expected = [expected_tokens(k, accepted / verified)
-                    for accepted, verified in map(self.rates.get, self.drafting)]
-        n_tokens = sum(expected) + self.n_row - len(expected)
-        return n_tokens / self.n_row / self.cost(k, self.n_row)
+    def speedup(self, k: int, drafting: list[int], n_row: int) -> float:
+        """Of n_row rows that take part; those that are not drafting get one token a round."""
+        n_more = sum(self.rates[row].expected[k] - 1 for row in drafting)
+        return (1 + n_more / n_row) / self.cost(k, n_row)
 
     def next(self, drafting: list[int], n_row: int) -> int:
-        self.wait = max(0, self.wait - 1)
-        self.drafting, self.n_row = drafting, n_row
+        self._earn(LOSS)
+        self.k, self.n_row = self._choose(drafting, n_row, self.credit), n_row
+        self.drafting = drafting or self.drafting
+        return self.k
+
+    def _choose(self, drafting: list[int], n_row: int, credit: float) -> int:
         lengths = [k for k in self.lengths if self.can_pay(k, len(drafting), n_row)]
         if not drafting or not lengths:
             return 0
-        self.k = max(lengths, key=self.speedup)
-        if self.wait and self.speedup(self.k) <= 1:            # other rows draft than at its start?
-            return 0
-        return self.k
+        best = max(lengths, key=lambda k: self.speedup(k, drafting, n_row))
+        if self.speedup(best, drafting, n_row) > 1:
+            return best
+        cheapest = min(lengths, key=lambda k: self.cost(k, n_row))
+        return cheapest if credit >= self.cost(cheapest, n_row) - 1 else 0
 
     def learn(self, n_accepted: dict[int, int]) -> None:
-        """Update the rates. Drafts after the first rejected one were not verified."""
-        prior = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
         for row, n in n_accepted.items():
-            accepted, verified = self.rates[row]
-            accepted = prior + DECAY * (accepted - prior) + n
-            verified = PRIOR_WEIGHT + DECAY * (verified - PRIOR_WEIGHT) + min(n + 1, self.k)
-            self.rates[row] = accepted, verified
-        if max(map(self.speedup, self.lengths)) > 1:
-            self.pause = 1
-        else:
-            self.pause = min(2 * self.pause, 64)
-            self.wait = self.pause
+            self.rates[row].learn(self.k, n)
+        self._earn(1 + sum(n_accepted.values()) / self.n_row - self.cost(self.k, self.n_row))
 
 
 def expected_tokens(k: int, acceptance: float) -> float:
@@ -113,23 +148,25 @@ def run_round(batch, n: int, n_row: int, k: int, n_new: int = 1) -> None:
 def draft_costs(batch, n: int, lengths: list[int], n_row: int, n_time: int = 10
                 ) -> dict[int, float]:
     """Time of a round of n_row rows with each draft length, in their plain decode steps, at n known
-    tokens. Medians of n_time - 1 runs, or fewer once a quarter of a second has passed.
+    tokens. The shortest of up to n_time runs each, in turn, so that a busy machine shortens none of
+    them alone; of three or more once they have taken a quarter of a second.
 
     Overwrites the caches, so begin() must follow for each row. Each rank makes the same calls.
     """
     n = max(2, min(n, batch.max_length - max(lengths) - 1))
-    seconds = {k: _seconds(lambda k=k: run_round(batch, n, n_row, k, 1 + k // 2), n_time)
-               for k in (0, *lengths)}
-    return {k: seconds[k] / seconds[0] for k in lengths}
-
-
-def _seconds(call: Callable, n: int) -> float:
-    times = []
+    times = {k: [] for k in (0, *lengths)}
 
     def enough():
-        return len(times) >= 3 and from_rank_0(lambda: sum(times) > 0.25)
-    while len(times) < n and not enough():
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:] or times)
+        spent = [sum(of_length) for of_length in times.values()]
+        return len(times[0]) >= 3 and from_rank_0(lambda: sum(spent) > 0.25 * len(spent))
+    while len(times[0]) < n_time and not enough():
+        for k, of_length in times.items():
+            of_length.append(_seconds(lambda k=k: run_round(batch, n, n_row, k, 1 + k // 2)))
+    fastest = {k: min(of_length) for k, of_length in times.items()}
+    return {k: fastest[k] / fastest[0] for k in lengths}
+
+
+def _seconds(call: Callable) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

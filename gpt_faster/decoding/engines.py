@@ -127,7 +127,7 @@ def build_speculative(model: Transformer, sampler: Sampler, steps: Steps, engine
     elif engine == "torch_compile":
         compiled = core.CompiledStep
     verify = compiled(speculate.verify) if compiled else speculate.verify
-    drafter, lengths = NgramDrafter(), [k]
+    drafter, lengths = NgramDrafter(), [k, 3] if k > 3 else [k]
     if isinstance(draft, MTPHead | Eagle3):
         drafter = build_mtp_drafter(model, draft, engine, as_graph, k)
         lengths = [k, k // 2, 1]

@@ -25,7 +25,8 @@ GENERATIONS = (75, 80, 90)
 # compute capabilities of each part; 0: Triton's interpreter on a CPU, no stub runtime
 PARTS = {"steps": (80, 90), "attention": (0, 80, 90), "numbers": (0,), "generated": (75, 80),
          "loops": GENERATIONS, "planted": (0, 80), "products": (0, 80, 90),
-         "prompt": (0, 80, 90), "check": (90,), "amd": (80,), "gpt_fast": (80, 90)}
+         "prompt": (0, 80, 90), "check": (90,), "drafts": (80, 90), "amd": (80,),
+         "gpt_fast": (80, 90)}
 
 
 def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str, bool, str]]:
@@ -58,6 +59,9 @@ def part(name: str, sm: int, match: str, gpt_fast: str | None) -> list[tuple[str
     if name == "gpt_fast":
         from dry_run import gpt_fast as its_step
         return its_step.main(sm, gpt_fast)
+    if name == "drafts":
+        from dry_run import drafts
+        return drafts.main(sm, match)
     if name == "loops":
         from dry_run import loops
         return loops.main(sm, match)
