@@ -206,9 +206,11 @@ def test_llama_cpp_runs_a_random_twin(tmp_path):
     assert peer(list(range(300, 316)), 9)["ids"] == answer["ids"] and "Q8_0 weights" in peer.version
     assert peer([300], 1)["step_s"] is None and answer["peak_memory_bytes"] > 1e7
     serves_as_one_by_one(peer)
-    quantized = peers.Peer("llama.cpp@q8_0/q4_0", path, weights="int8", **HOW)
-    assert len(quantized([300] * 20, 9)["ids"]) == 9 and quantized.version.endswith("q4_0 (values) KV cache")
-    quantized.close()
+    other = peers.Peer("llama.cpp@bf16", path, weights="int8", **HOW)
+    assert len(other([300] * 20, 9)["ids"]) == 9 and other.version.endswith("bf16 KV cache")
+    other.close()
+    with pytest.raises(ValueError, match="^peer llama.cpp@q8_0: .*block size 32 does not divide"):        # heads of 48
+        peers.Peer("llama.cpp@q8_0", path, weights="int8", **HOW)
     for request, message in [(([300], 4, 2), "^llama.cpp: batch 1 only$"), (([300] * 250, 40), "^llama.cpp: ")]:
         with pytest.raises(RuntimeError, match=message):
             peer(*request)
