@@ -134,7 +134,7 @@ def test_a_cache_of_llama_cpp(fake, tmp_path, monkeypatch, name, flags, words):
     arguments = (tmp_path / "arguments").read_text()
     assert flags in arguments if flags else "cache-type" not in arguments
     peer.close()
-    with pytest.raises(ValueError, match="^peer llama.cpp@q9: peer 'llama.cpp@q9': expected one of f32"):
+    with pytest.raises(ValueError, match="^peer 'llama.cpp@q9': expected one of f32"):
         peers.Peer("llama.cpp@q9", "model.gguf", **HOW)
 
 

@@ -21,8 +21,8 @@ from gpt_faster.bench import engines
 from gpt_faster.bench.agreement import tokens_agree
 from gpt_faster.bench.engines import DRAFTING, PUBLISHED_ACCEPTANCE, Engine, split_cache
 from gpt_faster.bench.machine import read_bandwidth
-from gpt_faster.bench.weights import Weights, load_weights
 from gpt_faster.bench.tables import is_peer
+from gpt_faster.bench.weights import Weights, load_weights
 from gpt_faster.bench.workloads import Workload
 from gpt_faster.decoding.ranks import sent_bytes
 from gpt_faster.devices import free_memory, reset_peak_memory

@@ -75,10 +75,8 @@ static void rope_and_cache(const Attention& op, int b, int t) {
   if (!op.has_keys) return;
   for (int i = 0; i < op.K; i++) normalize(op.v_norm, op.H, v + i * op.H);
   long slot = cache_slot(op.positions, b, t);
-  for (int i = 0; i < op.K; i++) {
-    write_vector(op.k_cache, cache_index(op, b, i, slot), op.H, k + i * op.H);
-    write_vector(op.v_cache, cache_index(op, b, i, slot), op.H, v + i * op.H);
-  }
+  write_vectors(op.k_cache, cache_index(op, b, 0, slot), op.S, op.K, op.H, k);
+  write_vectors(op.v_cache, cache_index(op, b, 0, slot), op.S, op.K, op.H, v);
 }
 
 struct QueryBlock {                            // queries [t0, t1) of the heads that share a KV head

@@ -30,6 +30,15 @@ static inline char* vector_address(const Cache& cache, long i, int H) {
   return (char*)cache.codes + i * vector_bytes(cache.type, H);
 }
 
+// f(integral_constant type)
+template <class F> static void for_type(int type, F f) {
+  if (type == FP32) f(std::integral_constant<int, FP32>());
+  if (type == BF16) f(std::integral_constant<int, BF16>());
+  if (type == INT8) f(std::integral_constant<int, INT8>());
+  if (type == INT4) f(std::integral_constant<int, INT4>());
+  if (type == FP8) f(std::integral_constant<int, FP8>());
+}
+
 // ---- fp16 and e4m3 ----
 
 static inline float half_to_float(uint16_t bits) {
@@ -55,6 +64,16 @@ static inline uint16_t float_to_half(float x) {        // to nearest even; too l
   float y;                                     // subnormal: a multiple of 2^-24
   memcpy(&y, &abs, 4);
   return sign | (uint32_t)std::nearbyint(y * 16777216.0f);
+}
+
+static inline void store_half(uint16_t* p, vf x) {
+#if defined(__AVX512F__)
+  store(p, _mm512_cvtps_ph((__m512)x, 0));
+#elif defined(__F16C__) && !defined(WITH_512_BITS)
+  store(p, _mm256_cvtps_ph((__m256)x, 0));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = float_to_half(x[i]);
+#endif
 }
 
 static inline vf load_half(const uint16_t* p) {
@@ -180,52 +199,81 @@ static inline vi encode(int type, vf x) {
   return sign | (abs < 0x3c800000 ? subnormal : normal);
 }
 
-// x [n] of one group -> codes; returns the scale in fp16
-static uint16_t quantize_group(int type, const float* x, int n, uint8_t* codes) {
-  float padded[GROUP] = {};
-  if (n < GROUP) copy_floats(x, n, padded);
-  const float* group = n < GROUP ? padded : x;
+// The value of a group of largest magnitude; INT4: with its sign, of equal ones the first
+static inline float largest_of(int type, const float* group) {
   vf high = load<vf>(group), low = -high;
   for (int i = LANES; i < GROUP; i += LANES) {
-    vf v = load<vf>(group + i);
-    high = max_of(high, v);
-    low = max_of(low, -v);
+    vf x = load<vf>(group + i);
+    high = max_of(high, x);
+    low = max_of(low, -x);
   }
   float largest = horizontal_max(max_of(high, low));
-  if (type == INT4) {                          // the largest becomes -8: with its sign, of equal
-    if (horizontal_max(high) < largest) {      // magnitudes that of the first
-      largest = -largest;
-    } else if (horizontal_max(low) == largest) {
-      int i = 0;
-      while (i < GROUP - 1 && std::fabs(group[i]) != largest) i++;
-      largest = group[i];
-    }
-  }
-  uint16_t scale = float_to_half(largest / (type == INT4 ? -8 : type == INT8 ? 127 : 448));
-  float inverse = scale & 0x7fff ? 1 / half_to_float(scale) : 0;
-  uint8_t bytes[GROUP], packed[GROUP / 2];
-  for (int i = 0; i < GROUP; i += LANES) {
-    vi code = encode(type, load<vf>(group + i) * inverse);
-    store_bytes(bytes + i, code);
-  }
-  for (int i = 0; type == INT4 && i < GROUP / 2; i++)
-    packed[i] = bytes[2 * i] | bytes[2 * i + 1] << 4;
-  if (n < GROUP) memcpy(codes, type == INT4 ? packed : bytes, type == INT4 ? n / 2 : n);
-  else if (type == INT4) memcpy(codes, packed, GROUP / 2);
-  else memcpy(codes, bytes, GROUP);
-  return scale;
+  if (type != INT4) return largest;
+  if (horizontal_max(high) < largest) return -largest;
+  if (horizontal_max(low) < largest) return largest;
+  int i = 0;
+  while (i < GROUP - 1 && std::fabs(group[i]) != largest) i++;
+  return group[i];
 }
 
-// Stores x [H] as vector i of the cache; turns x in place
-static void write_vector(const Cache& cache, long i, int H, float* x) {
-  if (cache.type <= BF16) return write_floats(x, H, cache.codes, cache.type, i * H);
-  turn(cache.turn, H, x);
-  uint8_t* codes = (uint8_t*)vector_address(cache, i, H);
-  for (int g = 0; g < n_group(H); g++) {
-    int n = std::min(GROUP, H - g * GROUP);
-    cache.scales[i * n_group(H) + g] =
-        quantize_group(cache.type, x + g * GROUP, n, codes + vector_bytes(cache.type, g * GROUP));
+// A group times 1 / its scale -> n codes
+static inline void write_codes(int type, const float* group, float inverse, int n, uint8_t* codes) {
+  uint8_t bytes[GROUP], packed[GROUP / 2];
+  bool in_place = type != INT4 && n == GROUP;
+  for (int i = 0; i < GROUP; i += LANES)
+    store_bytes((in_place ? codes : bytes) + i, encode(type, load<vf>(group + i) * inverse));
+  for (int i = 0; type == INT4 && i < GROUP / 2; i++)
+    packed[i] = bytes[2 * i] | bytes[2 * i + 1] << 4;
+  if (type == INT4) memcpy(codes, packed, n / 2);
+  else if (!in_place) memcpy(codes, bytes, n);
+}
+
+// Stores x [n_vector, H] as codes of vectors first, first + stride, … of the cache. The steps of up
+// to LANES groups take turns, so that none waits for another's division.
+template <int TYPE>
+static void write_groups(const Cache& cache, long first, long stride, int n_vector, int H,
+                         const float* x) {
+  int n_all = n_vector * n_group(H);
+  float padded[GROUP];
+  auto group_of = [&](int g) {
+    const float* group = x + g / n_group(H) * H + g % n_group(H) * GROUP;
+    int n = std::min(GROUP, H - g % n_group(H) * GROUP);
+    if (n == GROUP) return group;
+    memset(padded, 0, sizeof padded);
+    copy_floats(group, n, padded);
+    return (const float*)padded;
+  };
+  for (int begin = 0; begin < n_all; begin += LANES) {
+    int n = std::min(LANES, n_all - begin);
+    float largest[LANES] = {}, inverse[LANES];
+    uint16_t scale[LANES];
+    for (int i = 0; i < n; i++) largest[i] = largest_of(TYPE, group_of(begin + i));
+    store_half(scale, load<vf>(largest) / (TYPE == INT4 ? -8.0f : TYPE == INT8 ? 127.0f : 448.0f));
+    vf rounded = load_half(scale);
+    store(inverse, rounded == 0.0f ? vf{} : 1.0f / rounded);
+    for (int i = 0; i < n; i++) {
+      int g = (begin + i) % n_group(H);
+      long vector = first + (begin + i) / n_group(H) * stride;
+      cache.scales[vector * n_group(H) + g] = scale[i];
+      uint8_t* codes = (uint8_t*)vector_address(cache, vector, H) + vector_bytes(TYPE, g * GROUP);
+      write_codes(TYPE, group_of(begin + i), inverse[i], std::min(GROUP, H - g * GROUP), codes);
+    }
   }
+}
+
+// Stores x [n_vector, H] as vectors first, first + stride, … of the cache; turns x in place
+static void write_vectors(const Cache& cache, long first, long stride, int n_vector, int H,
+                          float* x) {
+  for (int i = 0; i < n_vector; i++) {
+    float* vector = x + (long)i * H;
+    if (cache.type <= BF16)
+      write_floats(vector, H, cache.codes, cache.type, (first + i * stride) * H);
+    else turn(cache.turn, H, vector);
+  }
+  for_type(cache.type, [&](auto type) {
+    constexpr int TYPE = decltype(type)::value;
+    if constexpr (TYPE > BF16) write_groups<TYPE>(cache, first, stride, n_vector, H, x);
+  });
 }
 
 // The first n values of vector i, as stored (turned) -> fp32
@@ -259,15 +307,6 @@ static void read_vector(const Cache& cache, long i, int H, int n, float* to) {
         to[j] = half_to_float((uint16_t)((int8_t)codes[j] * 128 & 0xbf80)) * (scale * 256);
     }
   }
-}
-
-// f(integral_constant type)
-template <class F> static void for_type(int type, F f) {
-  if (type == FP32) f(std::integral_constant<int, FP32>());
-  if (type == BF16) f(std::integral_constant<int, BF16>());
-  if (type == INT8) f(std::integral_constant<int, INT8>());
-  if (type == INT4) f(std::integral_constant<int, INT4>());
-  if (type == FP8) f(std::integral_constant<int, FP8>());
 }
 
 // Vectors [first, first + n_vector), n values of each -> fp32 [n_vector, ld]
