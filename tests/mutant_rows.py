@@ -366,9 +366,9 @@ NAMED = [
     Mutant("cpp-mask-of-the-last-key", "gpt_faster/kernels/cpu/attention.h", "s[j] = mask[j] ? s[j] : -INFINITY;",
            "s[j] = mask[j] || j == n - 1 ? s[j] : -INFINITY;", f"tests/test_cpu_ops.py::test_attention {OPERATIONS}"),
     Mutant("cpp-values-in-bf16-only", "gpt_faster/kernels/cpu/attention.h",
-           "    write_vector(op.v_cache, cache_index(op, b, i, slot), op.H, v + i * op.H);",
-           "    if (op.v_cache.type == BF16) v[i * op.H] = 0;\n"
-           "    write_vector(op.v_cache, cache_index(op, b, i, slot), op.H, v + i * op.H);", f"tests/test_cpu_ops.py::test_attention {OPERATIONS}_in_bf16"),
+           "  write_vectors(op.v_cache, cache_index(op, b, 0, slot), op.S, op.K, op.H, v);",
+           "  if (op.v_cache.type == BF16) *v = 0;\n"
+           "  write_vectors(op.v_cache, cache_index(op, b, 0, slot), op.S, op.K, op.H, v);", f"tests/test_cpu_ops.py::test_attention {OPERATIONS}_in_bf16"),
     Mutant("cpp-draw-one-too-many", "gpt_faster/kernels/cpu/draw.h", "if (above + larger >= limit) {", "if (above + larger > limit) {",
            "tests/test_sampling.py"),
     Mutant("cpp-draw-short-list", "gpt_faster/kernels/cpu/draw.h", "if (copied < limit) n = row.copy_largest(row.n);", "",

@@ -127,7 +127,7 @@ def check_kv_cache(path, n):
     source = read_checkpoint(path)
     whole, part = load_model(source, FP64, "cpu"), loading.load_shard(source, FP64, "cpu", "kv_cache")
     plain = logits(whole, prompts(24))
-    for precision in ("int8", "int8/int4", "fp8"):
+    for precision in ("int8", "int4", "int8/int4", "fp8"):
         found = []
         for model in (whole, part):
             model.kv_cache = CacheFormat.parse(precision)

@@ -286,6 +286,10 @@ def test_ratios_are_to_weights_alike():
         "transformers", "transformers", "transformers", "transformers", "transformers", None]
     rows[4]["tok_s"] = 7
     assert [tables.best_peer(r, rows) for r in rows[:2]] == ["transformers", "llama.cpp"]
+    quicker = [*rows, row("llama.cpp@q8_0", "int8", 12)]   # a peer of its own
+    assert tables.peers_of(quicker) == ["transformers", "llama.cpp", "llama.cpp@q8_0"]
+    assert [tables.best_peer(r, quicker) for r in rows[:2]] == ["llama.cpp@q8_0", "llama.cpp@q8_0"]
+    assert tables.ratio(rows[1], quicker, "llama.cpp") == 3 and tables.ratio(rows[1], quicker, "llama.cpp@q8_0") == 2.5
     rows = [dict(r, dtype="bfloat16") for r in rows]
     assert tables.versions(rows) == ""                     # an older result
     rows = [dict(r, version="llama 1" if r["engine"] == "llama.cpp" else None) for r in rows]
@@ -296,6 +300,10 @@ def test_ratios_are_to_weights_alike():
     (["--engines", ","], "--engines or --quantize is empty"),
     (["--engines", "steam"], "unknown engine 'steam'"),
     (["--peers", "gpt-slow"], "unknown peer 'gpt-slow'"),
+    (["--peers", "llama.cpp@int8"], "peer 'llama.cpp@int8': expected one of f32, f16, bf16, q8_0"),
+    (["--peers", "llama.cpp@"], "peer 'llama.cpp@': expected one of f32"),
+    (["--peers", "llama.cpp@q8_0/q4_0/q4_0"], "or keys/values, for example q8_0/q4_0"),
+    (["--peers", "vllm@q8_0"], "peer 'vllm@q8_0': only llama.cpp takes a KV cache of another type"),
     (["--quantize", "int3"], "--quantize int3: expected none, int8, int4"),
     (["-n", "1"], "-n 1: decode timing needs at least 2 tokens"),
     (["-n", "0"], "nothing to time: set -p or -n"),

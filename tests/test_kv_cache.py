@@ -288,7 +288,7 @@ def test_a_row_equals_alone(model_of, name, kv_cache):
     close(torch.cat(rows, dim=1), torch.stack(alone))
 
 
-@pytest.mark.parametrize("kv_cache", ["int8/int4", "fp8"])
+@pytest.mark.parametrize("kv_cache", FORMATS)
 def test_traced_whole(kv_cache):
     """torch.compile gets one graph, as on a GPU, of a prompt and of a step."""
     torch._dynamo.reset()
@@ -379,6 +379,52 @@ def test_with_our_kernels(families, kv_cache, two_threads):
         logits = whole(model, prompt)
         # A code may differ by one where the products of the layers before are rounded otherwise.
         assert (logits - expected[each]).abs().mean() < 0.1 * (expected[None] - expected[kv_cache]).abs().mean()
+
+
+def without_turn(model, monkeypatch):
+    monkeypatch.setattr(qc, "turn", lambda x, m: x)
+    monkeypatch.setattr(qc, "turn_back", lambda x, m: x)
+
+
+def with_other_codes(model, monkeypatch):
+    for precision, plain in qc.ENCODERS.items():
+        monkeypatch.setitem(qc.ENCODERS, precision, lambda groups, plain=plain: plain(groups.clamp(-0.5, 0.5)))
+
+
+def with_another_forward(model, monkeypatch):
+    plain = QuantizedCache.forward
+    monkeypatch.setattr(QuantizedCache, "forward", lambda self, slot, k, v, *rest: plain(self, slot, k, 0.5 * v, *rest))
+
+
+def with_a_hook(model, monkeypatch):
+    for cache in quantized_caches(model):
+        cache.register_forward_hook(lambda module, inputs, output: (output[0], 0.5 * output[1]))
+
+
+def with_its_own_forward(model, monkeypatch):
+    for cache in quantized_caches(model):
+        cache.forward = lambda *args, plain=cache.forward: [0.5 * x for x in plain(*args)]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("kv_cache", FORMATS)
+@pytest.mark.parametrize("edit", [without_turn, with_other_codes, with_another_forward, with_a_hook, with_its_own_forward])
+@torch.inference_mode()
+def test_an_edited_cache_is_what_runs(families, kv_cache, edit, monkeypatch, two_threads):
+    """C++ stands in for the plain form only where it is the one that it knows, also when it is edited between two calls."""
+    plain, fast = (load_model(read_checkpoint(families("qwen3")[0]), torch.float32, "cpu") for _ in range(2))
+    prompt, found = tokens(), []
+    build_steps(fast, "compile")
+    for model in (plain, fast):
+        model.kv_cache = CacheFormat.parse(kv_cache)
+        found.append(whole(model, prompt))
+    unedited = found[0]
+    assert (found[1] - unedited).abs().mean() < 0.1 * unedited.std()
+    edit(plain, monkeypatch)
+    if edit in (with_a_hook, with_its_own_forward):        # of instances
+        edit(fast, monkeypatch)
+    expected, got = (model(prompt, torch.arange(20), 20) for model in (plain, fast))
+    assert (expected - unedited).abs().mean() > 3 * (got - expected).abs().mean()
 
 
 @torch.inference_mode()

@@ -98,6 +98,46 @@ def test_what_is_missing_is_said(fake, tmp_path):
         fake(source, "transformers", tmp_path / "nowhere")
 
 
+FAKE_LLAMA_CPP = """#!{python}
+import http.server, sys
+if "--version" in sys.argv:
+    sys.exit("version 1 (build 0, commit abc)")
+if "--verbosity" in sys.argv:
+    sys.exit("AVX2 = 1")
+open("{arguments}", "w").write(" ".join(sys.argv[1:]))
+address = "127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(address, Ready).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("name, flags, words", [
+    ("llama.cpp", None, "float16 KV cache"),
+    ("llama.cpp@q8_0", "--cache-type-k q8_0 --cache-type-v q8_0 --flash-attn on", "q8_0 KV cache"),
+    ("llama.cpp@q8_0/q4_0", "--cache-type-k q8_0 --cache-type-v q4_0 --flash-attn on", "q8_0 (keys) and q4_0 (values) KV cache"),
+])
+def test_a_cache_of_llama_cpp(fake, tmp_path, monkeypatch, name, flags, words):
+    """By a server that only writes down its arguments, in an environment of its own."""
+    home = tmp_path / "venv"
+    monkeypatch.setattr(peers, "environment", {"llama.cpp": home}.__getitem__)
+    (home / "bin").mkdir(parents=True)
+    (home / "bin/python").symlink_to(sys.executable)
+    (home / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
+    server = home / "bin/llama-server"
+    server.write_text(FAKE_LLAMA_CPP.format(python=sys.executable, arguments=tmp_path / "arguments"))
+    server.chmod(0o755)
+    peer = fake((ROOT / "gpt_faster/bench/worker.py").read_text(), name)
+    assert peer.version.startswith("llama.cpp of abc (AVX2)") and peer.version.endswith(f", {words}")
+    arguments = (tmp_path / "arguments").read_text()
+    assert flags in arguments if flags else "cache-type" not in arguments
+    peer.close()
+    with pytest.raises(ValueError, match="^peer 'llama.cpp@q9': expected one of f32"):
+        peers.Peer("llama.cpp@q9", "model.gguf", **HOW)
+
+
 def test_transformers(fake, families):
     directory, model = families("llama2")
     peer = fake((ROOT / "gpt_faster/bench/worker.py").read_text(), "transformers", directory)
@@ -166,6 +206,11 @@ def test_llama_cpp_runs_a_random_twin(tmp_path):
     assert peer(list(range(300, 316)), 9)["ids"] == answer["ids"] and "Q8_0 weights" in peer.version
     assert peer([300], 1)["step_s"] is None and answer["peak_memory_bytes"] > 1e7
     serves_as_one_by_one(peer)
+    other = peers.Peer("llama.cpp@bf16", path, weights="int8", **HOW)
+    assert len(other([300] * 20, 9)["ids"]) == 9 and other.version.endswith("bf16 KV cache")
+    other.close()
+    with pytest.raises(ValueError, match="^peer llama.cpp@q8_0: .*block size 32 does not divide"):        # heads of 48
+        peers.Peer("llama.cpp@q8_0", path, weights="int8", **HOW)
     for request, message in [(([300], 4, 2), "^llama.cpp: batch 1 only$"), (([300] * 250, 40), "^llama.cpp: ")]:
         with pytest.raises(RuntimeError, match=message):
             peer(*request)

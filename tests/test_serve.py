@@ -158,6 +158,25 @@ def test_32_requests_side_by_side_give_the_tokens_of_each_alone(server, alone, t
         assert got == tokenizer.decode(new), i
 
 
+@pytest.mark.parametrize("kv_cache", ["int8", "int4", "fp8"])
+def test_a_cache_of_codes_gives_the_tokens_that_the_command_prints(kv_cache, tokenizer, capsys):
+    """Side by side over two slots, and again over what the first ones have stored."""
+    from gpt_faster.cli import session
+    prompts = ["The harbour was quiet before dawn, and", "Once upon a time", "def area(self):"]
+    expected = []
+    for prompt in prompts:
+        status = session.main(["-m", str(SMOLLM2), "--device", "cpu", "--dtype", "float32", "--compile", "--kv_cache", kv_cache,
+                               "--prompt", prompt, "--max_new_tokens", "12", "--temperature", "0", "--json"])
+        assert status == 0
+        expected.append(tokenizer.decode(json.loads(capsys.readouterr().out)["new_ids"]))
+    server = Process("--kv_cache", kv_cache, n_rows=2)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(lambda prompt: server.post("/v1/completions", model=NAME, prompt=prompt, max_tokens=12, temperature=0),
+                                prompts * 2))
+    server.stop()
+    assert [answer["choices"][0]["text"] for _, answer in answers] == expected * 2
+
+
 def test_a_prefix_is_reused_and_changes_no_token(server):
     start = "The lighthouse keeper wrote the number of ships into his book every evening. " * 8
     first = greedy(server, prompt=start + "Then")

@@ -21,8 +21,8 @@ from gpt_faster.bench import engines
 from gpt_faster.bench.agreement import tokens_agree
 from gpt_faster.bench.engines import DRAFTING, PUBLISHED_ACCEPTANCE, Engine, split_cache
 from gpt_faster.bench.machine import read_bandwidth
+from gpt_faster.bench.tables import is_peer
 from gpt_faster.bench.weights import Weights, load_weights
-from gpt_faster.bench.worker import PEER_NAMES
 from gpt_faster.bench.workloads import Workload
 from gpt_faster.decoding.ranks import sent_bytes
 from gpt_faster.devices import free_memory, reset_peak_memory
@@ -46,10 +46,14 @@ class BenchmarkCase:
     error: str | None = None                       # why it cannot run
 
     @property
+    def is_drafting(self) -> bool:
+        return not self.start_peer and split_cache(self.engine)[0] in DRAFTING
+
+    @property
     def has_other_bytes(self) -> bool:
         """Whether another program stores the weights, so our sizes do not apply."""
         is_quantized = self.weights.quantization != "none"
-        return self.engine in CONVERTING_PEERS or self.engine in PEER_NAMES and is_quantized
+        return self.engine in CONVERTING_PEERS or is_peer(self.engine) and is_quantized
 
 
 def build_cases(source, schemes_of_engines: list[tuple[str, str]], peer_starters: dict,
@@ -189,7 +193,7 @@ class CaseRun:
             self.tokens, times = self.runner.run(self.prompts, n_new)
             gaps = [b - a for a, b in zip(times[1:], times[2:])]
         read_bytes = weight_bytes(self.case.weights.model)[1]
-        if split_cache(self.case.engine)[0] in DRAFTING:       # a step yields several tokens
+        if self.case.is_drafting:                  # a step yields several tokens
             read_bytes = 0
         speeds = figures(times, self.workload.n_prompt * batch_size,
                          [n_new] * batch_size, read_bytes)

@@ -35,8 +35,9 @@ from gpt_faster.bench.peers import peer_starter
 from gpt_faster.bench.profiling import run_profiles
 from gpt_faster.bench.ranks import run_ranks
 from gpt_faster.bench.suites import SUITES, run_suite
-from gpt_faster.bench.tables import OUTPUTS, PEERS
+from gpt_faster.bench.tables import OUTPUTS, PEERS, is_peer
 from gpt_faster.bench.weights import is_scheme
+from gpt_faster.bench.worker import split_cache_types
 from gpt_faster.bench.workloads import Workload, encode_file
 from gpt_faster.cli.common import guarded
 from gpt_faster.cli.flags import add_activation_bits
@@ -119,7 +120,8 @@ def add_run_flags(add: Callable) -> None:
              "0.95), the others are greedy; default: kv_cache,torch_compile,compile, or all of "
              "them with --init_from")
     add("--peers", default="", metavar="LIST",
-        help=f"other programs to run interleaved, of {', '.join(PEERS)} (our own, as a check); see "
+        help=f"other programs to run interleaved, of {', '.join(PEERS)} (our own, as a check); "
+             "llama.cpp@q8_0, llama.cpp@q8_0/q4_0, …: with a KV cache of these types; see "
              "scripts/install_peers.sh")
     add("--ranks", type=counts(1), default=[], metavar="LIST",
         help="repeat with these numbers of tensor-parallel processes on this machine")
@@ -191,8 +193,9 @@ def read_models(args) -> list[tuple[str | None, str | None]]:
 def read_peers(args) -> list[str]:
     peers = names(args.peers)
     for peer in peers:
-        if peer not in PEERS:
-            raise ValueError(f"unknown peer '{peer}' (peers: {', '.join(PEERS)})")
+        name, _ = split_cache_types(peer)
+        if name not in PEERS:
+            raise ValueError(f"unknown peer '{name}' (peers: {', '.join(PEERS)})")
     return peers
 
 
@@ -334,9 +337,10 @@ def report_failures(rows: list[dict]) -> int:
     status = 0
     for row in rows:
         error = row["error"]
+        is_external = is_peer(row["engine"]) or row["engine"] in PEERS
         if row["compared"] is False:
             problem = "generates other tokens than the reference"
-        elif error and row["engine"] not in PEERS and not re.match(EXPECTED_ERRORS, error):
+        elif error and not is_external and not re.match(EXPECTED_ERRORS, error):
             problem = f"failed: {error}"
         else:
             continue

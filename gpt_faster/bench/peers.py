@@ -23,6 +23,7 @@ from generate import log
 from gpt_faster.bench import exports
 from gpt_faster.bench.machine import ROOT
 from gpt_faster.bench.weights import Weights
+from gpt_faster.bench.worker import split_cache_types
 from quantize import scheme_named
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -42,7 +43,8 @@ def environment(name: str) -> Path:
 class Peer:
     """A running worker process with the model loaded. ValueError, in one line, if it fails.
 
-    length: prompt plus new tokens; weights: quantization of the model at path.
+    name: as in worker.py; length: prompt plus new tokens; weights: quantization of the model at
+    path.
     """
 
     def __init__(self, name: str, path, *, threads: int, device: str, dtype: str, length: int,
@@ -50,7 +52,8 @@ class Peer:
         self.name = name
         self.stderr = tempfile.TemporaryFile("w+", errors="replace")
         # -I: keep files next to the worker from shadowing packages.
-        command = [environment(name) / "bin/python", "-I", WORKER, name, path,
+        program, _ = split_cache_types(name)
+        command = [environment(program) / "bin/python", "-I", WORKER, name, path,
                    "--threads", threads, "--device", device, "--dtype", dtype, "--length", length,
                    "--weights", weights]
         self.process = subprocess.Popen(
@@ -140,7 +143,7 @@ def peer_starter(name: str, source, shape: str | None, device: torch.device,
                 if scheme.groupsize:
                     argv += ["--groupsize", str(scheme.groupsize)]
             return GenerateCommand([*argv, "--device", str(device), "--dtype", dtype])
-        path = peer_path(name, source, shape, weights)
+        path = peer_path(split_cache_types(name)[0], source, shape, weights)
         return Peer(name, path, threads=torch.get_num_threads(), device=device.type, dtype=dtype,
                     length=length, weights=weights.quantization)
     return start

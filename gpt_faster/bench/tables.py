@@ -21,6 +21,17 @@ BEST = "× the best peer"
 RANK_COLUMNS = ("ranks", "sent by each per token, KB")
 
 
+def is_peer(engine: str) -> bool:
+    """Whether a row's engine is another program, with whatever KV cache."""
+    return engine.partition("@")[0] in PEER_NAMES
+
+
+def peers_of(rows: list[dict]) -> list[str]:
+    """The peers that the rows name, in the order of PEER_NAMES."""
+    peers = [engine for engine in dict.fromkeys(row["engine"] for row in rows) if is_peer(engine)]
+    return sorted(peers, key=lambda engine: PEER_NAMES.index(engine.partition("@")[0]))
+
+
 def counterpart(row: dict, rows: list[dict], peer: str) -> dict | None:
     """A peer's row for the same test, preferably with the same quantization."""
     others = [other for other in rows
@@ -47,7 +58,7 @@ def ratio(row: dict, rows: list[dict], peer: str) -> float | None:
 
 def best_peer(row: dict, rows: list[dict]) -> str | None:
     """The peer with the fastest counterpart, by its median."""
-    others = {peer: counterpart(row, rows, peer) for peer in PEER_NAMES}
+    others = {peer: counterpart(row, rows, peer) for peer in peers_of(rows)}
     speeds = {peer: other["tok_s"] for peer, other in others.items() if other}
     return max(speeds, key=speeds.get, default=None)
 
@@ -97,12 +108,13 @@ def cells(row: dict, rows: list[dict], peers: list[str]) -> dict[str, str]:
 def table(result: dict) -> str:
     """A Markdown table. Values that are equal in all rows go into the caption below it."""
     rows = result["rows"]
-    peers = [name for name in dict.fromkeys(row["engine"] for row in rows) if name in PEERS]
+    peers = [name for name in dict.fromkeys(row["engine"] for row in rows)
+             if is_peer(name) or name in PEERS]
     lines = [cells(row, rows, peers) for row in rows]
     columns = {title: [line[title] for line in lines] for title in lines[0]}
     if all(row["batch"] == 1 for row in rows):
         del columns["per row"]
-    if len(set(peers) & set(PEER_NAMES)) < 2:
+    if len(peers_of(rows)) < 2:
         del columns[BEST]
     several_ranks = any(row.get("ranks", 1) > 1 for row in rows)
     if not several_ranks:

@@ -5,6 +5,8 @@ the standard library at the top, and none of our files.
 
     python -I bench/worker.py llama.cpp model.gguf --threads 2 --device cpu --length 512
 
+llama.cpp@q8_0 and llama.cpp@q8_0/q4_0 (keys/values) set the types of its KV cache.
+
 It reads and writes JSON lines. First {"ready": true, "version": …, "load_s": …}, where version
 includes the precision; then for each {"prompt": [ids], "n_new": N, "batch": B} (B equal rows,
 greedy, EOS ignored):
@@ -143,6 +145,7 @@ class LlamaCpp:
     NAME = "llama.cpp"
     OPTIONS = ("--no-kv-unified", "--cache-ram", 0, "--fit", "off",
                "--load-mode", "none")              # none: no page faults
+    CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
     def __init__(self, args):
         if args.device == "cuda":
@@ -156,7 +159,14 @@ class LlamaCpp:
         self._start(1)
         package = Path(sys.prefix, f"built-{self.NAME}").read_text().splitlines()[0]
         self.version = (f"{self.NAME} of {package} ({self._features()}): "
-                        f"{self.COMPUTES[args.weights]}, float16 KV cache")
+                        f"{self.COMPUTES[args.weights]}, {self._cache()} KV cache")
+
+    def _cache(self):
+        """Describe the precision of the KV cache."""
+        keys, values = self.args.cache_types
+        if keys != values:
+            return f"{keys} (keys) and {values} (values)"
+        return "float16" if keys == "f16" else keys
 
     def _features(self):
         """The instructions that it was built for, as it prints them."""
@@ -177,6 +187,9 @@ class LlamaCpp:
             self.binary, "--model", self.args.path, "--host", "127.0.0.1", "--port", port,
             "--threads", self.args.threads, "--threads-batch", self.args.threads,
             "--parallel", n_slots, "--ctx-size", self.args.length * n_slots, *self.OPTIONS]
+        keys, values = self.args.cache_types
+        if (keys, values) != DEFAULT_CACHE_TYPES:  # quantized values need its flash attention
+            command += ["--cache-type-k", keys, "--cache-type-v", values, "--flash-attn", "on"]
         self.process = subprocess.Popen([str(part) for part in command], stdout=self.log,
                                         stderr=subprocess.STDOUT)
         atexit.register(self.process.kill)
@@ -433,6 +446,21 @@ PEERS = {"transformers": Transformers, "transformers-compile": CompiledTransform
          "ik_llama.cpp": IkLlamaCpp, "ik_llama.cpp-repacked": RepackedIkLlamaCpp,
          "openvino": OpenVINO, "onnxruntime": ONNXRuntime, "vllm": VLLM}
 PEER_NAMES = tuple(PEERS)
+DEFAULT_CACHE_TYPES = "f16", "f16"                 # llama.cpp's keys, values
+
+
+def split_cache_types(name: str) -> tuple[str, tuple[str, str]]:
+    """llama.cpp@q8_0/q4_0 -> llama.cpp, types of its keys and values. ValueError if unknown."""
+    peer, at, text = name.partition("@")
+    if not at:
+        return peer, DEFAULT_CACHE_TYPES
+    if peer != "llama.cpp":
+        raise ValueError(f"peer '{name}': only llama.cpp takes a KV cache of another type")
+    types = text.split("/")
+    if len(types) > 2 or not set(types) <= set(LlamaCpp.CACHE_TYPES):
+        raise ValueError(f"peer '{name}': expected one of {', '.join(LlamaCpp.CACHE_TYPES)} after "
+                         "@, or keys/values, for example q8_0/q4_0")
+    return peer, (types[0], types[-1])
 
 
 def one_line(e: Exception) -> str:
@@ -458,7 +486,7 @@ def resident_peak(pid) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description="A peer of benchmark.py: JSON lines in and out.")
-    p.add_argument("name", choices=PEER_NAMES)
+    p.add_argument("name", help=f"one of {', '.join(PEER_NAMES)}, or llama.cpp@TYPE")
     p.add_argument("path", type=Path,
                    help="a Hugging Face directory, a GGUF, a config.json (random Llama weights), "
                         "or the peer's converted model")
@@ -490,7 +518,8 @@ def main(argv=None) -> None:
 
     try:
         start = time.perf_counter()
-        peer = PEERS[args.name](args)
+        name, args.cache_types = split_cache_types(args.name)
+        peer = PEERS[name](args)
         answer(ready=True, version=peer.version, load_s=time.perf_counter() - start)
     except Exception as e:                         # any library error: the parent reports it
         answer(error=f"{args.name}: {one_line(e)}")

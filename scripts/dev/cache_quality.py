@@ -1,4 +1,5 @@
-"""What a KV cache of 8 or 4 bits costs: perplexity, and KL divergence from the unquantized cache.
+"""What a KV cache of 8 or 4 bits costs: perplexity, KL divergence from the unquantized cache, and
+the mean change of -log p of the text's tokens, which cache_quality_llama_cpp.py measures too.
 
 The texts of unseen.py, in windows without overlap; each prompt goes through the cache in chunks.
 
@@ -26,12 +27,14 @@ from gpt_faster.bench.machine import describe_machine  # noqa: E402
 from gpt_faster.cli.common import guarded  # noqa: E402
 from gpt_faster.cli.evaluate import windows  # noqa: E402
 from gpt_faster.cli.parser import Parser  # noqa: E402
+from gpt_faster.decoding.engines import build_steps  # noqa: E402
 from gpt_faster.formats.load import load_model, open_checkpoint  # noqa: E402
 from gpt_faster.layers.quantized_cache import CacheFormat, QuantizedCache  # noqa: E402
 from gpt_faster.text import tokenizer_files  # noqa: E402
 from model import KVCache  # noqa: E402
 
 CHUNK = 256                                        # positions of a call
+TEXTS = ("english", "german", "python")
 
 
 class RoundedCache:
@@ -66,11 +69,12 @@ def parse(name: str):
     return PlainFormat(found.keys, found.values) if how else found
 
 
-def variant_of(model, name: str, length: int):
-    """A model with the same weights and a cache of its own."""
+def variant_of(model, name: str | None, length: int, engine: str):
+    """A model with the same weights and a cache of its own; name None: of the model's dtype."""
     shared = {id(p): p for p in model.parameters()}
     new = copy.deepcopy(model, shared)
-    new.kv_cache = parse(name)
+    new.kv_cache = parse(name) if name else None
+    build_steps(new, engine)
     new.setup_cache(1, length, CHUNK)
     return new
 
@@ -87,8 +91,10 @@ def bytes_per_position(model, length: int) -> float:
 
 @torch.inference_mode()
 def compare(models: dict, original, rows) -> dict[str, dict[str, float]]:
-    """-> per model: perplexity, and mean KL divergence from the original in nats."""
-    nats, divergence, total = dict.fromkeys(models, 0.0), dict.fromkeys(models, 0.0), 0
+    """-> per model: perplexity; from the original in nats, mean KL divergence (kl), and mean
+    absolute difference of -log p of the text's tokens (shift)."""
+    nats, divergence, shift = (dict.fromkeys(models, 0.0) for _ in range(3))
+    total = 0
     for ids, n in rows:
         first = len(ids) - n - 1                   # position that predicts the first target
         for a in range(0, len(ids) - 1, CHUNK):
@@ -96,15 +102,19 @@ def compare(models: dict, original, rows) -> dict[str, dict[str, float]]:
             b = a + tokens.shape[1]
             of_chunk = slice(max(first, a) - a, None)
             targets = torch.tensor(ids[a + 1:b + 1])[of_chunk, None]
-            p = None
+            p = expected = None
             for name, model in models.items():
                 logits = model(tokens, torch.arange(a, b), b - a, b)[0, of_chunk]
                 q = logits.log_softmax(-1)
-                p = q if model is original else p
-                nats[name] -= float(q.gather(1, targets).sum())
+                of_targets = -q.gather(1, targets)
+                if model is original:
+                    p, expected = q, of_targets
+                nats[name] += float(of_targets.sum())
+                shift[name] += float((of_targets - expected).abs().sum())
                 divergence[name] += float((p.exp() * (p - q)).sum())
         total += n
-    return {name: dict(perplexity=math.exp(nats[name] / total), kl=divergence[name] / total)
+    return {name: dict(perplexity=math.exp(nats[name] / total), kl=divergence[name] / total,
+                       shift=shift[name] / total)
             for name in models}
 
 
@@ -114,6 +124,9 @@ def run(argv: list[str] | None = None) -> int:
     p.add_argument("variants", nargs="+", help="int8, int8/int4, int4:plain, bfloat16, …")
     p.add_argument("--window", type=number(int, 2), default=512)
     p.add_argument("--limit", type=number(int, 2), default=4096, help="tokens of each text")
+    p.add_argument("--compile", action="store_true",
+                   help="by the C++ kernels, which store the same codes; bfloat16 stays eager")
+    p.add_argument("--only", help="these texts, comma-separated; default: all three")
     p.add_argument("--texts", type=Path, default=ROOT / "checkpoints/quality/texts",
                    help="folder of the texts, filled on first use")
     args = p.parse_args(argv)
@@ -121,14 +134,15 @@ def run(argv: list[str] | None = None) -> int:
         parse(name)                                # fail early
     start, source = time.perf_counter(), open_checkpoint(args.model)
     original = load_model(source, torch.float32, "cpu")
-    original.setup_cache(1, args.window, CHUNK)
     tokenizer = tokenizer_files.load(source.tokenizer)
     prefix = tokenizer_files.window_prefix(tokenizer, args.window)
-    models = {"float32": original}
-    models |= {name: variant_of(original, name, args.window) for name in args.variants}
+    engine = "compile" if args.compile else "kv_cache"
+    models = {name or "float32": variant_of(original, name, args.window, engine)
+              for name in (None, *args.variants)}
+    original = models["float32"]
     by_text = {}
     for text, content in texts(args.texts).items():
-        if text != "cloze":
+        if text in (args.only.split(",") if args.only else TEXTS):
             ids = tokenizer.encode(content)[:args.limit]
             rows = windows(ids, args.window, args.window, prefix)
             by_text[text] = compare(models, original, rows)
@@ -137,7 +151,7 @@ def run(argv: list[str] | None = None) -> int:
         print(json.dumps(dict(cache=name, window=args.window, limit=args.limit,
                               bytes_per_position=bytes_per_position(model, args.window),
                               **{text: of[name] for text, of in by_text.items()})), flush=True)
-    print(json.dumps(dict(cache_table=source.path.name, window=args.window,
+    print(json.dumps(dict(cache_table=source.path.name, window=args.window, engine=engine,
                           seconds=round(time.perf_counter() - start),
                           **describe_machine(torch.device("cpu")))))
     return 0

@@ -365,11 +365,10 @@ def figures() -> str:
 
 
 def figure_table(machine: dict) -> str:
-    from gpt_faster.bench.tables import PEER_NAMES
+    from gpt_faster.bench.tables import peers_of
     results = machine["tables"]
     rows = [row for result in results.values() for row in result["rows"]]
-    ran = [peer for peer in PEER_NAMES
-           if any(row["engine"] == peer and row["tok_s"] for row in rows)]
+    ran = peers_of([row for row in rows if row["tok_s"]])
     lines = [line for result in results.values() for line in figure_lines(result, ran)]
     columns = {name: [line[name] for line in lines] for name in lines[0]}
     common = [f"{name} {columns.pop(name)[0]}" for name in ("model", "engine")
@@ -392,7 +391,7 @@ def figure_lines(result: dict, peers: list[str]) -> Iterator[dict[str, str]]:
     """Cells by column, for each row of ours that ran; peers only with the same kind of weights."""
     from gpt_faster.bench import tables
     for row in result["rows"]:
-        if row["engine"] in tables.PEER_NAMES or row["error"]:
+        if tables.is_peer(row["engine"]) or row["error"]:
             continue
         alike = same_weights(row, result["rows"])
         others = {peer: tables.counterpart(row, alike, peer) for peer in peers}

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "direct_attention.h"
+#include "key_panels.h"
 #include "kv_cache.h"
 #include "norms.h"
 #include "positions.h"
@@ -73,10 +74,8 @@ static void rope_and_cache(const Attention& op, int b, int t) {
   if (!op.has_keys) return;
   for (int i = 0; i < op.K; i++) normalize(op.v_norm, op.H, v + i * op.H);
   long slot = cache_slot(op.positions, b, t);
-  for (int i = 0; i < op.K; i++) {
-    write_vector(op.k_cache, cache_index(op, b, i, slot), op.H, k + i * op.H);
-    write_vector(op.v_cache, cache_index(op, b, i, slot), op.H, v + i * op.H);
-  }
+  write_vectors(op.k_cache, cache_index(op, b, 0, slot), op.S, op.K, op.H, k);
+  write_vectors(op.v_cache, cache_index(op, b, 0, slot), op.S, op.K, op.H, v);
 }
 
 struct QueryBlock {                            // queries [t0, t1) of the heads that share a KV head
@@ -108,19 +107,6 @@ static void visible_range(const Attention& op, int b, int t0, int t1, int* first
     *first = std::min(*first, begin);
   }
   *first = std::min(*first, *last);
-}
-
-// Packs keys k [n_key, n], floats or bf16 pairs, into panels [n_key / NR, n, NR]. The padding
-// repeats the last key.
-static void transpose_keys(const int32_t* k, int n_key, int n, int32_t* to) {
-  for (int j = 0; j < n_key; j += LANES)
-    for (int h = 0; h < n; h += LANES) {
-      vi a[LANES];
-      for (int i = 0; i < LANES; i++) a[i] = load<vi>(k + std::min(j + i, n_key - 1) * n + h);
-      transpose(a);
-      int32_t* panel = to + (long)(j / NR * n + h) * NR + j % NR;
-      for (int i = 0; i < LANES; i++) store(panel + i * NR, a[i]);
-    }
 }
 
 // Packs bf16 values v [n, V] (row stride H) into [end / 2, Vp, 2], interleaving adjacent tokens;
@@ -186,7 +172,7 @@ static bool is_direct(const Attention& op, int n_row) {
 static void read_as_bf16(const Cache& cache, long i, int n, int H, int V, int ld, float* scratch,
                          uint16_t* to) {
   for (int j = 0; j < n; j++) {
-    read_vector(cache, i + j, H, V, scratch);
+    read_vectors(cache, i + j, 1, H, V, scratch, V);
     write_floats(scratch, V, to, BF16, (long)j * ld);
   }
 }
@@ -200,8 +186,9 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
   int heads_per_kv = op.N / op.K;
   int width = qkv_width(op);
   int n_query = (block.t1 - block.t0) * heads_per_kv;
-  bool has_int_keys = op.k_cache.type == INT8 || op.k_cache.type == INT4;
-  bool has_int_queries = has_int_keys && is_direct(op, n_query);
+  bool has_direct_codes = op.k_cache.scales && is_direct(op, n_query);
+  bool has_int_queries = has_direct_codes && op.k_cache.type != FP8;
+  float q_scale = has_direct_codes && op.k_cache.type == FP8 ? op.scale * FP8_UNIT : op.scale;
   size_t n_int_float = has_int_queries ? IntQueries::n_float(n_query, H) : 0;
   float* q = reserve(thread_scratch, (size_t)n_query * (2 * Hp + KEY_BLOCK) + 3 * KEY_BLOCK * Hp
                                          + n_int_float);
@@ -214,7 +201,7 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
     int t = block.t0 + r / heads_per_kv;
     int head = block.kv_head * heads_per_kv + r % heads_per_kv;
     const float* from = op.qkv + ((long)block.b * op.T + t) * width + head * H;
-    for (int h = 0; h < H; h++) q[r * Hp + h] = from[h] * op.scale;
+    for (int h = 0; h < H; h++) q[r * Hp + h] = from[h] * q_scale;
     std::fill(q + r * Hp + H, q + (r + 1) * Hp, 0.0f);
     if (has_int_queries) int_q.quantize(r, q + r * Hp, H, op.k_cache.type == INT4);
     state.max[r] = -INFINITY;
@@ -233,7 +220,7 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
     if (n_row == 0) continue;
     long first_key = cache_index(op, block.b, block.kv_head, key);
     float *s = score + first_row * KEY_BLOCK, *out = state.out + first_row * Vp;
-    bool direct = has_int_keys ? has_int_queries : is_direct(op, n_row);
+    bool direct = op.k_cache.scales ? has_direct_codes : is_direct(op, n_row);
     if (direct) {
       direct_scores(op.k_cache, first_key, n, H, n_row, q + first_row * Hp,
                     int_q.from_row(first_row, H, op.k_cache.type == INT4), k, s);
@@ -257,11 +244,8 @@ static void attend(const Attention& op, const QueryBlock& block, const SoftmaxSt
         gemm_panel(n_row, (const int32_t*)transposed + j * Hp / 2, NR, Hp / 2,
                    (const int32_t*)q_pairs + first_row * Hp / 2, Hp / 2, s + j, KEY_BLOCK, false);
     } else {
-      for (int j = 0; j < n; j++) {
-        read_vector(op.k_cache, first_key + j, H, H, k + j * Hp);
-        read_vector(op.v_cache, first_key + j, H, V, v + j * Vp);
-      }
-      transpose_keys((const int32_t*)k, n, Hp, (int32_t*)transposed);
+      read_vectors(op.v_cache, first_key, n, H, V, v, Vp);
+      read_keys(op.k_cache, first_key, n, H, k, transposed);
       for (int j = 0; j < n; j += NR)
         gemm_panel(n_row, transposed + j * Hp, NR, Hp, q + first_row * Hp, Hp, s + j, KEY_BLOCK,
                    false);

@@ -156,7 +156,7 @@ static void direct_scores(const float* q, const Key* k, int n, int H, float* sco
   }
 }
 
-// The same for keys with scales [n, H / GROUP]
+// The same for keys with scales [n, H / GROUP]; queries times FP8_UNIT
 template <int R>
 static void direct_scores(const float* q, const Fp8* k, const float* scales, int n, int H,
                           float* score) {
@@ -242,7 +242,7 @@ template <int R, class F> static void for_rows(int n, F f) {
 }
 
 // Scores [n_row, KEY_BLOCK] of keys [key, key + n): vectors of the cache. q and int_q begin with the
-// first of the rows. scales: a buffer of n H / GROUP + LANES.
+// first of the rows; FP8: q times FP8_UNIT. scales: a buffer of n H / GROUP + LANES.
 static void direct_scores(const Cache& cache, long key, int n, int H, int n_row, const float* q,
                           const IntQueries& int_q, float* scales, float* score) {
   const void* k = vector_address(cache, key, H);
@@ -264,12 +264,28 @@ static void direct_scores(const Cache& cache, long key, int n, int H, int n_row,
 
 // ---- Weighted sums of values ----
 
-static inline vf add_product(vf acc, const Int8* w, float x) {
-  return acc + x * load_int8_as_float(w);
-}
-static inline vf add_product(vf acc, const Fp8* w, float x) { return acc + x * load_fp8(w); }
+static inline vf load_value(const Int8* v) { return load_int8_as_float(v); }
+static inline vf load_value(const Fp8* v) { return load_fp8(v); }
 
-// out [n_row, Vp] += p [n_row, KEY_BLOCK] times values [n, H], whose groups have scales, by panels
+// out [R, N LANES] += unit * p [R, KEY_BLOCK] times codes [n, N LANES] (row stride H)
+template <int R, int N, class Code>
+static void add_codes(const Code* v, int n, int H, const float* p, float unit, float* out, int Vp) {
+  vf acc[R][N] = {};
+  for (int j = 0; j < n; j++)
+#pragma GCC unroll 4
+    for (int i = 0; i < N; i++) {
+      vf code = load_value(v + (long)j * H + i * LANES);
+      for (int r = 0; r < R; r++) acc[r][i] += p[r * KEY_BLOCK + j] * code;
+    }
+  for (int r = 0; r < R; r++)
+    for (int i = 0; i < N; i++) {
+      float* to = out + r * Vp + i * LANES;
+      store(to, load<vf>(to) + unit * acc[r][i]);
+    }
+}
+
+// out [n_row, Vp] += p [n_row, KEY_BLOCK] times values [n, H], whose groups have scales. unit: of the
+// codes, by halves: it and a scale may be too large for one product.
 template <class Code>
 static void add_scaled_values(const Code* v, const float* scales, float unit, int n, int H, int V,
                               int n_row, const float* p, float* scaled_p, float* out, int Vp) {
@@ -279,8 +295,17 @@ static void add_scaled_values(const Code* v, const float* scales, float unit, in
     for (int r = 0; r < n_row; r++)
       for (int j = 0; j < n; j++)
         scaled_p[r * KEY_BLOCK + j] = p[r * KEY_BLOCK + j] * group_scales[j];
-    for (int i = h; i < std::min(h + GROUP, V); i += NR)
-      gemm_panel(n_row, v + i, H, n, scaled_p, KEY_BLOCK, out + i, Vp, true);
+    for (int first = 0; first < n_row; first += MR)
+      for_rows<MR>(std::min(n_row - first, MR), [&](auto constant) {
+        constexpr int R = decltype(constant)::value;
+        constexpr int N = R <= MR / 2 ? GROUP / LANES : 2;        // few rows: all in registers
+        const float* rows = scaled_p + first * KEY_BLOCK;
+        int i = h;
+        for (; i + N * LANES <= std::min(h + GROUP, V); i += N * LANES)
+          add_codes<R, N>(v + i, n, H, rows, unit, out + first * Vp + i, Vp);
+        if (i < std::min(h + GROUP, V))
+          add_codes<R, 2>(v + i, n, H, rows, unit, out + first * Vp + i, Vp);
+      });
   }
 }
 

@@ -18,7 +18,7 @@ struct Cache {                                 // keys or values of a layer, or 
 struct Int8 { int8_t code; };
 struct Int4 { uint8_t codes; };                // two of them, the first in the low bits
 struct Fp8 { uint8_t bits; };                  // e4m3
-constexpr float FP8_UNIT = 256;                // load_fp8() returns values / FP8_UNIT
+constexpr float FP8_UNIT = 0x1p60f;            // load_fp8() returns values / FP8_UNIT^2
 
 static inline int n_group(int H) { return (H + GROUP - 1) / GROUP; }
 
@@ -28,6 +28,15 @@ static inline long vector_bytes(int type, int H) {
 
 static inline char* vector_address(const Cache& cache, long i, int H) {
   return (char*)cache.codes + i * vector_bytes(cache.type, H);
+}
+
+// f(integral_constant type)
+template <class F> static void for_type(int type, F f) {
+  if (type == FP32) f(std::integral_constant<int, FP32>());
+  if (type == BF16) f(std::integral_constant<int, BF16>());
+  if (type == INT8) f(std::integral_constant<int, INT8>());
+  if (type == INT4) f(std::integral_constant<int, INT4>());
+  if (type == FP8) f(std::integral_constant<int, FP8>());
 }
 
 // ---- fp16 and e4m3 ----
@@ -57,6 +66,16 @@ static inline uint16_t float_to_half(float x) {        // to nearest even; too l
   return sign | (uint32_t)std::nearbyint(y * 16777216.0f);
 }
 
+static inline void store_half(uint16_t* p, vf x) {
+#if defined(__AVX512F__)
+  store(p, _mm512_cvtps_ph((__m512)x, 0));
+#elif defined(__F16C__) && !defined(WITH_512_BITS)
+  store(p, _mm256_cvtps_ph((__m256)x, 0));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = float_to_half(x[i]);
+#endif
+}
+
 static inline vf load_half(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(load<__m256i>(p));
@@ -69,28 +88,42 @@ static inline vf load_half(const uint16_t* p) {
 #endif
 }
 
-static inline vf load_fp8(const Fp8* p) {      // as fp16, whose exponents have one more bit
-  vi16_half bits = __builtin_convertvector(load<vi8_quarter>(p), vi16_half) << 7;
-  bits &= (int16_t)0xbf80;                     // without the copy of the sign
-  return load_half((const uint16_t*)&bits);
-}
-
-// ---- Vectors ----
-
-static inline vf load_int8_as_float(const void* p) {
+static inline vi widen_int8(const void* p) {
 #if defined(__AVX512F__)
-  return to_float((vi)_mm512_cvtepi8_epi32(load<__m128i>(p)));
+  return (vi)_mm512_cvtepi8_epi32(load<__m128i>(p));
 #elif defined(__AVX2__) && !defined(WITH_512_BITS)
   int64_t bytes = load<int64_t>(p);
-  return to_float((vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes)));
+  return (vi)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes));
 #else
-  return __builtin_convertvector(load<vi8_quarter>(p), vf);
+  return __builtin_convertvector(load<vi8_quarter>(p), vi);
 #endif
 }
 
-static inline vu16_half load_bytes(const void* p) {     // as 16-bit integers
+// e4m3's exponent and mantissa at the place of fp32's, whose exponents are 120 larger: a value times
+// 2^-120. Codes below 2^-6 are subnormal floats: exact, unless a program has set the CPU to flush
+// those to zero. The sign is in the copies of bit 7.
+static inline vf fp8_of_bits_20(vi bits) { return (vf)(bits & (int32_t)0x87f00000); }
+static inline vf load_fp8(const Fp8* p) { return fp8_of_bits_20(widen_int8(p) << 20); }
+
+// ---- Vectors ----
+
+static inline vf load_int8_as_float(const void* p) { return to_float(widen_int8(p)); }
+
+// LANES bytes of two int4 codes each -> codes + 8, in two vectors
+static inline void widen_int4(const void* p, vi* first, vi* second) {
   typedef uint8_t vu8_quarter __attribute__((vector_size(LANES)));
-  return __builtin_convertvector(load<vu8_quarter>(p), vu16_half);
+  vu16_half pairs = __builtin_convertvector(load<vu8_quarter>(p), vu16_half);
+  pairs = (pairs | pairs << 4) & 0x0f0f;       // 2 LANES bytes in order
+#if defined(__AVX512F__)
+  *first = (vi)_mm512_cvtepi8_epi32(_mm256_castsi256_si128((__m256i)pairs));
+  *second = (vi)_mm512_cvtepi8_epi32(_mm256_extracti128_si256((__m256i)pairs, 1));
+#elif defined(__AVX2__) && !defined(WITH_512_BITS)
+  *first = (vi)_mm256_cvtepi8_epi32((__m128i)pairs);
+  *second = (vi)_mm256_cvtepi8_epi32(_mm_unpackhi_epi64((__m128i)pairs, (__m128i)pairs));
+#else
+  *first = widen_int8(&pairs);
+  *second = widen_int8((const int8_t*)&pairs + LANES);
+#endif
 }
 
 // x[i] + x[i ^ STEP] where that is the later one, else x[i ^ STEP] - x[i]
@@ -166,77 +199,121 @@ static inline vi encode(int type, vf x) {
   return sign | (abs < 0x3c800000 ? subnormal : normal);
 }
 
-// x [n] of one group -> codes; returns the scale in fp16
-static uint16_t quantize_group(int type, const float* x, int n, uint8_t* codes) {
-  float padded[GROUP] = {};
-  if (n < GROUP) copy_floats(x, n, padded);
-  const float* group = n < GROUP ? padded : x;
-  vf abs_max = {};
-  for (int i = 0; i < GROUP; i += LANES) {
-    vf v = load<vf>(group + i);
-    abs_max = max_of(abs_max, max_of(v, -v));
+// The value of a group of largest magnitude; INT4: with its sign, of equal ones the first
+static inline float largest_of(int type, const float* group) {
+  vf high = load<vf>(group), low = -high;
+  for (int i = LANES; i < GROUP; i += LANES) {
+    vf x = load<vf>(group + i);
+    high = max_of(high, x);
+    low = max_of(low, -x);
   }
-  float largest = horizontal_max(abs_max);
-  if (type == INT4) {                          // the largest becomes -8: with its sign, of equal
-    int i = 0;                                 // ones the first
-    while (i < GROUP - 1 && std::fabs(group[i]) != largest) i++;
-    largest = group[i];
-  }
-  uint16_t scale = float_to_half(largest / (type == INT4 ? -8 : type == INT8 ? 127 : 448));
-  float inverse = scale & 0x7fff ? 1 / half_to_float(scale) : 0;
-  uint8_t bytes[GROUP], packed[GROUP / 2];
-  for (int i = 0; i < GROUP; i += LANES) {
-    vi code = encode(type, load<vf>(group + i) * inverse);
-    store_bytes(bytes + i, code);
-  }
-  for (int i = 0; type == INT4 && i < GROUP / 2; i++)
-    packed[i] = bytes[2 * i] | bytes[2 * i + 1] << 4;
-  if (n < GROUP) memcpy(codes, type == INT4 ? packed : bytes, type == INT4 ? n / 2 : n);
-  else if (type == INT4) memcpy(codes, packed, GROUP / 2);
-  else memcpy(codes, bytes, GROUP);
-  return scale;
+  float largest = horizontal_max(max_of(high, low));
+  if (type != INT4) return largest;
+  if (horizontal_max(high) < largest) return -largest;
+  if (horizontal_max(low) < largest) return largest;
+  int i = 0;
+  while (i < GROUP - 1 && std::fabs(group[i]) != largest) i++;
+  return group[i];
 }
 
-// Stores x [H] as vector i of the cache; turns x in place
-static void write_vector(const Cache& cache, long i, int H, float* x) {
-  if (cache.type <= BF16) return write_floats(x, H, cache.codes, cache.type, i * H);
-  turn(cache.turn, H, x);
-  uint8_t* codes = (uint8_t*)vector_address(cache, i, H);
-  for (int g = 0; g < n_group(H); g++) {
-    int n = std::min(GROUP, H - g * GROUP);
-    cache.scales[i * n_group(H) + g] =
-        quantize_group(cache.type, x + g * GROUP, n, codes + vector_bytes(cache.type, g * GROUP));
+// A group times 1 / its scale -> n codes
+static inline void write_codes(int type, const float* group, float inverse, int n, uint8_t* codes) {
+  uint8_t bytes[GROUP], packed[GROUP / 2];
+  bool in_place = type != INT4 && n == GROUP;
+  for (int i = 0; i < GROUP; i += LANES)
+    store_bytes((in_place ? codes : bytes) + i, encode(type, load<vf>(group + i) * inverse));
+  for (int i = 0; type == INT4 && i < GROUP / 2; i++)
+    packed[i] = bytes[2 * i] | bytes[2 * i + 1] << 4;
+  if (type == INT4) memcpy(codes, packed, n / 2);
+  else if (!in_place) memcpy(codes, bytes, n);
+}
+
+// Stores x [n_vector, H] as codes of vectors first, first + stride, … of the cache. The steps of up
+// to LANES groups take turns, so that none waits for another's division.
+template <int TYPE>
+static void write_groups(const Cache& cache, long first, long stride, int n_vector, int H,
+                         const float* x) {
+  int n_all = n_vector * n_group(H);
+  float padded[GROUP];
+  auto group_of = [&](int g) {
+    const float* group = x + g / n_group(H) * H + g % n_group(H) * GROUP;
+    int n = std::min(GROUP, H - g % n_group(H) * GROUP);
+    if (n == GROUP) return group;
+    memset(padded, 0, sizeof padded);
+    copy_floats(group, n, padded);
+    return (const float*)padded;
+  };
+  for (int begin = 0; begin < n_all; begin += LANES) {
+    int n = std::min(LANES, n_all - begin);
+    float largest[LANES] = {}, inverse[LANES];
+    uint16_t scale[LANES];
+    for (int i = 0; i < n; i++) largest[i] = largest_of(TYPE, group_of(begin + i));
+    store_half(scale, load<vf>(largest) / (TYPE == INT4 ? -8.0f : TYPE == INT8 ? 127.0f : 448.0f));
+    vf rounded = load_half(scale);
+    store(inverse, rounded == 0.0f ? vf{} : 1.0f / rounded);
+    for (int i = 0; i < n; i++) {
+      int g = (begin + i) % n_group(H);
+      long vector = first + (begin + i) / n_group(H) * stride;
+      cache.scales[vector * n_group(H) + g] = scale[i];
+      uint8_t* codes = (uint8_t*)vector_address(cache, vector, H) + vector_bytes(TYPE, g * GROUP);
+      write_codes(TYPE, group_of(begin + i), inverse[i], std::min(GROUP, H - g * GROUP), codes);
+    }
   }
+}
+
+// Stores x [n_vector, H] as vectors first, first + stride, … of the cache; turns x in place
+static void write_vectors(const Cache& cache, long first, long stride, int n_vector, int H,
+                          float* x) {
+  for (int i = 0; i < n_vector; i++) {
+    float* vector = x + (long)i * H;
+    if (cache.type <= BF16)
+      write_floats(vector, H, cache.codes, cache.type, (first + i * stride) * H);
+    else turn(cache.turn, H, vector);
+  }
+  for_type(cache.type, [&](auto type) {
+    constexpr int TYPE = decltype(type)::value;
+    if constexpr (TYPE > BF16) write_groups<TYPE>(cache, first, stride, n_vector, H, x);
+  });
 }
 
 // The first n values of vector i, as stored (turned) -> fp32
+template <int TYPE>
 static void read_vector(const Cache& cache, long i, int H, int n, float* to) {
-  if (cache.type <= BF16) return read_floats(cache.codes, cache.type, i * H, n, to);
+  if (TYPE <= BF16) return read_floats(cache.codes, TYPE, i * H, n, to);
   const char* codes = vector_address(cache, i, H);
-  for (int h = 0; h < n; h += GROUP, to += GROUP, codes += vector_bytes(cache.type, GROUP)) {
+  const uint16_t* scales = cache.scales + i * n_group(H);
+  for (int h = 0; h < n; h += GROUP, to += GROUP, codes += vector_bytes(TYPE, GROUP)) {
     int end = std::min(GROUP, n - h);
-    float scale = half_to_float(cache.scales[i * n_group(H) + h / GROUP]);
+    float scale = half_to_float(*scales++);
     int j = 0;
-    if (cache.type == INT4) {
+    if (TYPE == INT4) {
       for (; j + 2 * LANES <= end; j += 2 * LANES) {
-        int8_t bytes[2 * LANES];
-        vu16_half pairs = load_bytes(codes + j / 2);
-        store(bytes, (pairs | pairs << 4) & 0x0f0f);
-        for (int i = 0; i < 2 * LANES; i += LANES)
-          store(to + j + i, (load_int8_as_float(bytes + i) - 8.0f) * scale);
+        vi first, second;
+        widen_int4(codes + j / 2, &first, &second);
+        store(to + j, to_float(first) * scale - 8.0f * scale);           // exact
+        store(to + j + LANES, to_float(second) * scale - 8.0f * scale);
       }
       for (; j < end; j += 2) {
         to[j] = ((codes[j / 2] & 15) - 8) * scale;
         to[j + 1] = ((uint8_t)codes[j / 2] / 16 - 8) * scale;
       }
-    } else if (cache.type == INT8) {
+    } else if (TYPE == INT8) {
       for (; j + LANES <= end; j += LANES) store(to + j, load_int8_as_float(codes + j) * scale);
       for (; j < end; j++) to[j] = (int8_t)codes[j] * scale;
     } else {
       for (; j + LANES <= end; j += LANES)
-        store(to + j, load_fp8((const Fp8*)codes + j) * (scale * FP8_UNIT));
-      for (; j < end; j++)
-        to[j] = half_to_float((uint16_t)((int8_t)codes[j] * 128 & 0xbf80)) * (scale * FP8_UNIT);
+        store(to + j, load_fp8((const Fp8*)codes + j) * FP8_UNIT * (scale * FP8_UNIT));
+      for (; j < end; j++)                     // as fp16, whose exponents are 8 larger
+        to[j] = half_to_float((uint16_t)((int8_t)codes[j] * 128 & 0xbf80)) * (scale * 256);
     }
   }
+}
+
+// Vectors [first, first + n_vector), n values of each -> fp32 [n_vector, ld]
+static void read_vectors(const Cache& cache, long first, int n_vector, int H, int n, float* to,
+                         int ld) {
+  for_type(cache.type, [&](auto type) {
+    for (int j = 0; j < n_vector; j++)
+      read_vector<decltype(type)::value>(cache, first + j, H, n, to + (long)j * ld);
+  });
 }

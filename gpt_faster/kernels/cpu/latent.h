@@ -34,7 +34,7 @@ static void rope_and_cache_latent(const Latent& op, int b, int t) {
   normalize(op.norm, op.rank, k);
   apply_rope(op.rope / 2, cos, sin, k + op.rank);
   long slot = cache_slot(op.positions, b, t);
-  write_vector(op.cache, row * op.S + slot, width, k);
+  write_vectors(op.cache, row * op.S + slot, 0, 1, width, k);
 }
 
 static void latent(const Latent& op, Phase* phase) {
