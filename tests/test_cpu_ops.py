@@ -369,12 +369,12 @@ def test_every_family_by_operations(families, name):
     rows = native.panel_width()
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
+        mamba = getattr(mixer, "mamba", mixer)
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
-        state_space = isinstance(mixer, Mamba2 | AttentionAndMamba) or isinstance(layer.attn, NoBranch)
+        whole = whole or isinstance(mamba, Mamba2) and mamba.state_dim % (rows // 2) == mamba.head_dim % (rows // 2) == 0
         has_experts = isinstance(layer.ffn, MoE)
-        known = (whole or not other_attention and not state_space and not isinstance(mixer, GatedDelta),
-                 cfg.activation not in ("relu", "xielu") and not (has_experts and (other_router or not getattr(cfg.moe, "gated", True)))
-                 and not isinstance(layer.ffn, NoBranch) and not isinstance(layer.attn, NoBranch),
+        known = (whole or isinstance(layer.attn, NoBranch) or not other_attention and not isinstance(mamba, GatedDelta | Mamba2),
+                 cfg.activation not in ("relu", "xielu") and not (has_experts and other_router) or isinstance(layer.ffn, NoBranch),
                  getattr(getattr(layer, "end", None), "gate", None) is not None)
         assert getattr(layer.forward, "supported", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
