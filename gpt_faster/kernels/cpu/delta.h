@@ -209,7 +209,9 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
 
 static void delta(const Delta& op, Phase* phase) {
   float* conv_out = reserve(shared_scratch, 0);
-  run_tasks(phase[0], op.B * op.T, 4, [&](int i) { convolve(op, i / op.T, i % op.T, conv_out); });
+  run_tasks(phase[0], op.B * n_conv_heads(op), 1, [&](int i) {
+    convolve(op, i / n_conv_heads(op), i % n_conv_heads(op), conv_out);
+  });
   run_tasks(phase[1], op.B * (op.N + 1), 1, [&](int i) {
     if (i < op.B) store_inputs(op, i);
     else run_head(op, (i - op.B) / op.N, (i - op.B) % op.N, conv_out);

@@ -1,5 +1,5 @@
-"""A layer's feed-forward as operations: dense, or MoE with few tokens, or none. Also the layer's end,
-which adds a per-layer embedding (Gemma 4).
+"""A layer's feed-forward as operations: dense, or MoE with few tokens, or none. Also the layer's
+end, which adds a per-layer embedding (Gemma 4).
 
 The interface is that of mixers.py: supports() checks a layer's modules, add_to() adds operations.
 

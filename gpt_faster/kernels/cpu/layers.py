@@ -303,8 +303,8 @@ class Operations:
 
 
 def cache_owner(attn: nn.Module) -> nn.Module:
-    """The module whose KV cache attn reads: itself, or an earlier layer's attention. A layer without
-    attention looks whether another one has a cache: install_layers() says which.
+    """The module whose cache attn reads: itself, or an earlier layer's attention. install_layers()
+    sets it for a layer without attention, which asks only whether the call has a cache.
     """
     return attn.source[0] if isinstance(attn, SharedAttention) else attn
 

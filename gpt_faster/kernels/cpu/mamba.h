@@ -37,13 +37,15 @@ static void mamba_step(int Dk, float decay, float dt, float skip, const float* k
                        float* v, const float* from, long from_stride, float* to, long to_stride) {
   vf input[V], out[V] = {};
   for (int j = 0; j < V; j++) input[j] = dt * load<vf>(v + j * LANES);
-  for (int i = 0; i < Dk; i++)
+  for (int i = 0; i < Dk; i++) {
+    float key = k[i], query = q[i];            // copies: the stores below might change k and q
     for (int j = 0; j < V; j++) {
-      vf s = decay * load<vf>(from + i * from_stride + j * LANES) + k[i] * input[j];
-      out[j] += q[i] * s;
+      vf s = decay * load<vf>(from + i * from_stride + j * LANES) + key * input[j];
+      out[j] += query * s;
       if (NON_TEMPORAL) store_non_temporal(to + i * to_stride + j * LANES, s);
       else store(to + i * to_stride + j * LANES, s);
     }
+  }
   for (int j = 0; j < V; j++)
     store(v + j * LANES, out[j] + skip * load<vf>(v + j * LANES));
 }
@@ -97,6 +99,8 @@ struct MambaHead {
 
   void run() const {
     int c = 0, n = op.Dv / LANES;
+    if (op.T == 1)                             // whole rows: memory is read in order
+      for (; c + 8 <= n; c += 8) run_columns<8>(c * LANES);
     for (; c + 4 <= n; c += 4) run_columns<4>(c * LANES);
     for (; c + 2 <= n; c += 2) run_columns<2>(c * LANES);
     for (; c < n; c++) run_columns<1>(c * LANES);
@@ -126,7 +130,9 @@ static void gate_and_normalize(const Mamba& op, int b, int t, int g, const float
 
 static void mamba(const Mamba& op, Phase* phase) {
   float* conv_out = reserve(shared_scratch, 0);
-  run_tasks(phase[0], op.B * op.T, 4, [&](int i) { convolve(op, i / op.T, i % op.T, conv_out); });
+  run_tasks(phase[0], op.B * n_conv_heads(op), 1, [&](int i) {
+    convolve(op, i / n_conv_heads(op), i % n_conv_heads(op), conv_out);
+  });
   run_tasks(phase[1], op.B * (op.N + 1), 1, [&](int i) {
     if (i < op.B) store_inputs(op, i);
     else MambaHead(op, (i - op.B) / op.N, (i - op.B) % op.N, conv_out).run();

@@ -37,28 +37,34 @@ template <class Op> static long input_offset(const Op& op, int b, long p) {
   return (ring_row(op, b) * op.n_input + p % op.n_input) * n_channels(op);
 }
 
-// The convolution, its bias (or null) and SiLU. Token t of row b -> conv_out, where the n channels
-// of a head's q, k or v are [T, n] from c T on, c being the first of these channels
-template <class Op> static void convolve(const Op& op, int b, int t, float* conv_out) {
-  int n_channel = n_channels(op);
-  int n_before = op.n_tap - 1;
-  const float* in[MAX_TAPS];
-  float* past = reserve(thread_scratch, (size_t)op.n_tap * n_channel);
-  for (int i = 0; i < op.n_tap; i++) {
-    int from = t - n_before + i;
-    long p = cache_slot(op.positions, b, 0) + from;
-    in[i] = from < 0 ? past + (long)i * n_channel : op.x + ((long)b * op.T + from) * n_channel;
-    if (from >= 0) continue;
-    if (p < 0) std::fill(past + (long)i * n_channel, past + (i + 1l) * n_channel, 0.0f);
-    else read_floats(op.inputs, op.input_type, input_offset(op, b, p), n_channel, (float*)in[i]);
+// Heads of q, k and v: each is a task of the convolution
+template <class Op> static int n_conv_heads(const Op& op) { return 2 * op.Nk + op.N; }
+
+// The convolution, its bias (or null) and SiLU: one head of q, k or v of row b, all tokens -> conv_out,
+// where the head's n channels are [T, n] from c T on, c being the first of them
+template <class Op> static void convolve(const Op& op, int b, int head, float* conv_out) {
+  bool is_value = head >= 2 * op.Nk;
+  int n = is_value ? op.Dv : op.Dk, n_before = op.n_tap - 1;
+  long n_channel = n_channels(op);
+  long c = is_value ? 2l * op.Nk * op.Dk + (head - 2l * op.Nk) * n : (long)head * n;
+  float* past = reserve(thread_scratch, (size_t)n_before * n);    // inputs before the call
+  for (int i = 0; i < n_before; i++) {
+    long p = cache_slot(op.positions, b, 0) - n_before + i;
+    if (p < 0) std::fill(past + i * n, past + (i + 1) * n, 0.0f);
+    else read_floats(op.inputs, op.input_type, input_offset(op, b, p) + c, n, past + i * n);
   }
-  for (int c = 0, n; c < n_channel; c += n) {
-    n = c < 2 * op.Nk * op.Dk ? op.Dk : op.Dv;
-    float* to = conv_out + (long)b * op.T * n_channel + (long)c * op.T + (long)t * n;
+  const float* x = op.x + (long)b * op.T * n_channel + c;
+  float* to = conv_out + (long)b * op.T * n_channel + c * op.T;
+  for (int t = 0; t < op.T; t++, to += n) {
+    const float* in[MAX_TAPS];
+    for (int i = 0; i < op.n_tap; i++) {
+      int from = t - n_before + i;
+      in[i] = from < 0 ? past + (t + i) * n : x + from * n_channel;
+    }
     for (int j = 0; j < n; j += LANES) {
       vf y = op.conv_bias ? load<vf>(op.conv_bias + c + j) : vf{};
       for (int i = 0; i < op.n_tap; i++)
-        y += load<vf>(op.taps + (long)i * n_channel + c + j) * load<vf>(in[i] + c + j);
+        y += load<vf>(op.taps + i * n_channel + c + j) * load<vf>(in[i] + j);
       store(to + j, activated(SILU, y));
     }
   }
