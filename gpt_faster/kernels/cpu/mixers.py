@@ -171,6 +171,7 @@ class DeltaMixer:
 
     buffer_widths = AttentionMixer.buffer_widths
     add_to = AttentionMixer.add_to
+    add_inner = AttentionMixer.add_inner
 
     def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.Delta:
         shape, cache = attn.shape, attn.cache
@@ -303,6 +304,7 @@ class ShortConvMixer:
 
     buffer_widths = AttentionMixer.buffer_widths
     add_to = AttentionMixer.add_to
+    add_inner = AttentionMixer.add_inner
 
     def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.ShortConv:
         inputs = attn.cache.inputs
