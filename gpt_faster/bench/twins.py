@@ -48,8 +48,9 @@ def twin_of(cfg) -> Twin:
         return _falcon_h1(cfg)
     if kinds == {Mamba2}:
         return _nemotron_h(cfg) if cfg.ffn and cfg.moe is None else _granite_hybrid(cfg)
-    raise ValueError("llama.cpp: --random supports only plain Llama, dense Qwen3.5, LFM2, Gemma 4, "
-                     "Falcon-H1 or Nemotron-H, Granite 4 H, and MoE with latent attention")
+    raise ValueError("llama.cpp: --random supports only plain Llama, dense Qwen3.5, LFM2 or "
+                     "Gemma 4, Granite 4 H, Falcon-H1, dense Nemotron-H, and MoE with latent "
+                     "attention")
 
 
 def is_plain_llama(cfg) -> bool:
@@ -272,7 +273,7 @@ def _nemotron_h(cfg) -> Twin:
         if only != "attn_only":
             layers.append({"attn_norm": (D,), "ffn_up": (F, D), "ffn_down": (D, F)})
     metadata = _metadata(cfg) | _ssm_metadata(next(filter(None, cfg.mixer))) | {
-        "block_count": len(layers),
+        "block_count": len(layers), "attention.layer_norm_epsilon": cfg.norm_eps,
         "attention.head_count_kv": [cfg.n_kv_head if "attn_k" in layer else 0 for layer in layers],
         "feed_forward_length": [F if "ffn_up" in layer else 0 for layer in layers]}
     shapes = _shapes(cfg, [])
