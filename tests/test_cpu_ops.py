@@ -849,7 +849,7 @@ def hybrid(cfg=HYBRID, dtype=torch.float32):
     model.dtype = dtype
     for name, p in model.named_parameters():
         p.requires_grad = False
-        if p.dim() >= 2 and "conv" not in name:
+        if p.dim() >= 2 and "conv" not in name or name.endswith(".bias"):
             p.data = p.data.to(dtype)
     return model.eval()
 
