@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,6 +36,7 @@ from gpt_faster.formats.quantize_on_load import quantized as quantized_source
 from gpt_faster.kernels import linear
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cuda.attention import use_fused_attention
+from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.moe import MoEVariant
 from gpt_faster.layers.rope import RopeVariant
 from model import ModelConfig, Rope, Transformer
@@ -46,6 +47,7 @@ SMALL = dict(dim=256, n_layer=4, n_head=8, n_kv_head=2, head_dim=32, ffn_dim=512
              context=1024)
 EXPERTS = dict(sparse=(True,), n_expert=8, n_active=2, expert_dim=256)
 BIASED = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+MAMBA = Mamba2(n_head=8, head_dim=32, n_group=2, state_dim=16)
 MODELS = {
     "Llama": dict(),
     "Gemma 3": dict(window=(16, None), post_norm=True, qk_norm="head", activation="gelu_tanh",
@@ -60,7 +62,12 @@ MODELS = {
                                        activation="clamped_silu"),
     "OLMo 2": dict(pre_norm=False, post_norm=True, qk_norm="wide"),
     "GPT-2": BIASED | dict(layer_norm=True, learned_pos=True, gated=False, activation="gelu_tanh",
-                           n_kv_head=8, rope=(RopeVariant(kind="none"),))}
+                           n_kv_head=8, rope=(RopeVariant(kind="none"),)),
+    "Granite 4 H": EXPERTS | dict(mixer=(MAMBA, None), shared_dim=128, shared_gate=False),
+    "Falcon-H1": dict(mixer=(AttentionAndMamba(replace(MAMBA, norm=False)),)),
+    "Nemotron-H": EXPERTS | dict(
+        mixer=(MAMBA, None, MAMBA, MAMBA), sparse=(False, True), gated=False, activation="relu2",
+        latent_dim=64, branches=(None, None, "attn_only", None))}
 MATRICES = {"cuda": [(6144, 4096), (4096, 14336), (128256, 2048), (576, 1536)],
             "cpu": [(960, 576), (576, 1536)]}
 SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "top-k": SamplingParams(0.8, 200, 0.95),
@@ -70,11 +77,12 @@ SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "top-k": SamplingParams(
 
 def config(facts: dict) -> ModelConfig:
     """A ModelConfig from fields of FlatConfig, MoEVariant and Scores in one dictionary."""
-    facts, activation = dict(facts), facts.get("activation", "silu")
+    facts, shared = dict(facts), {name: facts[name] for name in ("activation", "gated")
+                                  if name in facts}
     parts = {kind: {f.name: facts.pop(f.name) for f in fields(kind) if f.name in facts}
              for kind in (MoEVariant, Scores)}
     moe = MoEVariant(**parts[MoEVariant]) if facts.get("sparse") else None
-    return FlatConfig(**facts | dict(activation=activation), moe=moe,
+    return FlatConfig(**facts | shared, moe=moe,
                       scores=Scores(**parts[Scores])).with_parts()
 
 

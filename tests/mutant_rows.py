@@ -33,6 +33,8 @@ NEXT_SEQUENCE = "tests/test_survivors.py::test_a_rows_next_sequence_begins_witho
 CONVERSATION = "tests/test_survivors.py::test_a_conversation_goes_on_from_all_but_its_last_token"
 GIVEN_AWAY = "tests/test_survivors.py::test_a_row_is_not_gone_on_from_where_its_cache_has_given_that_away"
 OPERATIONS = "tests/test_cpu_ops.py::test_every_family_by_operations"
+RECURRENCE = "tests/test_cpu_ops.py::test_recurrence[1-MambaCase]"
+STATES = "tests/test_cpu_ops.py::test_a_model_with_states"
 
 
 def logits(*families: str) -> str:
@@ -390,6 +392,31 @@ NAMED = [
            "load<vf>(sum) * int8_scale(op, i, 0)", "tests/test_cpu_ops.py::test_products"),
     Mutant("cpp-bias-of-the-first-expert", "gpt_faster/kernels/cpu/linear.h", "one.bias = advance(op.bias, op.bias_type, (long)e * op.N);", "one.bias = op.bias;",
            f"{OPERATIONS}[gpt_oss]"),
+    Mutant("cpp-mamba-state-of-the-last-token-only", "gpt_faster/kernels/cpu/mamba.h", "bool is_stored = first + t > last - op.n_state;",
+           "bool is_stored = first + t == last;", RECURRENCE),
+    Mutant("cpp-mamba-state-not-cleared", "gpt_faster/kernels/cpu/mamba.h", "    if (first == 0) std::fill(block, block + op.Dk * V * LANES, 0.0f);\n",
+           "    if (first == 0) from = block;\n", RECURRENCE),
+    Mutant("cpp-mamba-padding-counts", "gpt_faster/kernels/cpu/mamba.h", "t < op.T && follows(op.positions, b, t); t++",
+           "t < op.T; t++", RECURRENCE),
+    Mutant("cpp-mamba-skip-times-step", "gpt_faster/kernels/cpu/mamba.h", "out[j] + skip * load<vf>(v + j * LANES)", "out[j] + skip * input[j]",
+           RECURRENCE),
+    Mutant("cpp-mamba-keys-of-another-group", "gpt_faster/kernels/cpu/mamba.h", "(head / (op.N / op.Nk)) * op.Dk", "(head % op.Nk) * op.Dk",
+           RECURRENCE),
+    Mutant("cpp-mamba-norm-of-the-first-group", "gpt_faster/kernels/cpu/mamba.h", "  if (norm.kind) norm.weight += (long)g * width;\n", "",
+           RECURRENCE),
+    Mutant("cpp-mamba-steps-not-clamped", "gpt_faster/kernels/cpu/mamba.h", "std::min(std::max(step, op.min_step), op.max_step)", "step",
+           RECURRENCE),
+    Mutant("cpp-mamba-gate-before-the-norm", "gpt_faster/kernels/cpu/mamba.h", "  if (!op.norm_first) gate();\n  normalize(norm, width, y);\n"
+           "  if (op.norm_first) gate();\n", "  gate();\n  normalize(norm, width, y);\n", RECURRENCE),
+    Mutant("cpp-convolution-without-its-bias", "gpt_faster/kernels/cpu/recurrent.h", "op.conv_bias ? load<vf>(op.conv_bias + c + j) : vf{}", "vf{}",
+           RECURRENCE),
+    Mutant("cpp-convolution-after-the-first-call", "gpt_faster/kernels/cpu/recurrent.h", "input_offset(op, b, p) + c, n, past", "input_offset(op, b, p), n, past",
+           RECURRENCE),
+    Mutant("attention-instead-of-both", "gpt_faster/kernels/cpu/layers.py", 'x = out if part == "last" else x', "x = x", f"{STATES}[beside-dtype0]"),
+    Mutant("latents-instead-of-both", "gpt_faster/kernels/cpu/feed_forward.py", '"shared_hidden", *branch, part="last"', '"shared_hidden", *branch',
+           f"{STATES}[experts-dtype0]"),
+    Mutant("missing-branch-not-passed-by", "gpt_faster/kernels/cpu/feed_forward.py", '        ops.add_copy("x1", "x2")\n', "        pass\n",
+           f"{STATES}[branches-dtype0]"),
     Mutant("operations-hold-no-tensor", "gpt_faster/kernels/cpu/native.py", "            self.references[name] = value.detach()", "            value.detach()",
            "tests/test_what_is_read_runs.py tests/test_cpu_ops.py::test_the_bias_of_a_head_is_its_own"),
     Mutant("operations-without-a-window", "gpt_faster/kernels/cpu/embed_unembed.py", "window=window or 0", "window=0",

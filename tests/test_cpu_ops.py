@@ -3,10 +3,12 @@
 import copy
 import ctypes
 import gc
+import math
 import os
 import platform
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 import test_cpu_cache
@@ -25,9 +27,9 @@ from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import FusedExperts
 from gpt_faster.layers.attention import AttentionVariant, ScoredAttention
-from gpt_faster.layers.block import NoBranch
+from gpt_faster.layers.block import BlockVariant, NoBranch
 from gpt_faster.layers.delta import GatedDelta
-from gpt_faster.layers.feed_forward import GATED, UNGATED
+from gpt_faster.layers.feed_forward import GATED, UNGATED, FeedForwardVariant
 from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.moe import MoEVariant, RoutedMoE
 from model import ModelConfig, MoE, Transformer, visible
@@ -369,12 +371,12 @@ def test_every_family_by_operations(families, name):
     rows = native.panel_width()
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
+        mamba = getattr(mixer, "mamba", mixer)
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
-        state_space = isinstance(mixer, Mamba2 | AttentionAndMamba) or isinstance(layer.attn, NoBranch)
+        whole = whole or isinstance(mamba, Mamba2) and mamba.state_dim % (rows // 2) == mamba.head_dim % (rows // 2) == 0
         has_experts = isinstance(layer.ffn, MoE)
-        known = (whole or not other_attention and not state_space and not isinstance(mixer, GatedDelta),
-                 cfg.activation not in ("relu", "xielu") and not (has_experts and (other_router or not getattr(cfg.moe, "gated", True)))
-                 and not isinstance(layer.ffn, NoBranch) and not isinstance(layer.attn, NoBranch),
+        known = (whole or isinstance(layer.attn, NoBranch) or not other_attention and not isinstance(mamba, GatedDelta | Mamba2),
+                 cfg.activation not in ("relu", "xielu") and not (has_experts and other_router) or isinstance(layer.ffn, NoBranch),
                  getattr(getattr(layer, "end", None), "gate", None) is not None)
         assert getattr(layer.forward, "supported", (False,) * 3) == known
     torch.testing.assert_close(logits_of(model, tokens, 6), expected, atol=2e-4, rtol=2e-4)
@@ -445,14 +447,19 @@ def finer():
 
 @pytest.mark.parametrize("scheme, head", [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("int4", "none")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_quantized_models(families, finer, scheme, head, dtype):
-    directory, _ = families("llama3")
-    model = load_model(quantized(read_checkpoint(directory), scheme, 32, head), dtype, "cpu")
+@pytest.mark.parametrize("name", ["llama3", "bamba", "falcon_h1-norm"])
+def test_quantized_models(families, finer, name, scheme, head, dtype):
+    source = quantized(read_checkpoint(families(name)[0]), scheme, 32, head)
+    model = load_model(source, dtype, "cpu")
     tokens = torch.randint(3, 150, (1, 30), generator=torch.Generator().manual_seed(0))
     expected = logits_of(model, tokens, 7)
     assert cpu_layers.use_operations(model)
     found = logits_of(model, tokens, 7)
-    assert (found - expected).abs().max() < (2e-3 if dtype == torch.float32 else 0.08) * expected.std()
+    if dtype == torch.float32 or name == "llama3":
+        assert (found - expected).abs().max() < (2e-3 if dtype == torch.float32 else 0.08) * expected.std()
+    else:                                                                   # not farther from fp32 than eager is
+        exact = logits_of(load_model(source, torch.float32, "cpu"), tokens, 7)
+        assert (found - exact).abs().mean() < 1.25 * (expected - exact).abs().mean()
 
 
 def test_rows_of_a_batch(families):
@@ -502,7 +509,8 @@ def test_choice_of_experts(scores, n_group, topk_group, group_top):
 
 @pytest.mark.parametrize("name, scheme, head", [
     ("mixtral", "int4", "int8"), ("gpt_oss", "int8", "int8"), ("qwen2_moe", "int4", "none"), ("deepseek_v2", "int8", "int8"),
-    ("gemma4-26b", "int8", "int8"), ("glm4_moe", "int4", "int8")])
+    ("gemma4-26b", "int8", "int8"), ("glm4_moe", "int4", "int8"), ("granitemoehybrid-mamba", "int8", "int8"),
+    ("nemotron_h-experts", "int4", "int8"), ("nemotron_h-latent", "int8", "int8")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantized_experts(families, finer, name, scheme, head, dtype):
     directory, _ = families(name)
@@ -644,7 +652,7 @@ def test_speculation_runs_by_operations_too(families):
     assert cpu_layers.uses_operations(draft)
 
 
-# ---- Gated DeltaNet -----------------------------------------------------------------------------
+# ---- Gated DeltaNet and Mamba-2 -----------------------------------------------------------------
 
 class Recurrence:
     """One row, token by token in float64; what it has seen may be cut back to any of its positions."""
@@ -674,17 +682,59 @@ class Recurrence:
         del self.inputs[n:], self.states[n + 1:]
 
 
+class MambaRecurrence(Recurrence):
+    def __init__(self, taps, conv_bias, rates, bias, skip, weight, options, Nk, N, Dk, Dv):
+        super().__init__(taps, rates, bias, weight, 1, Nk, N, Dk, Dv)
+        self.conv_bias, self.skip, self.options = conv_bias, skip.double(), options
+
+    def step(self, x, z, time):
+        (Nk, N, Dk, Dv), n = self.shape, len(self.taps)
+        self.inputs.append(x.double())
+        past = [torch.zeros_like(self.inputs[0])] * n + self.inputs
+        y = sum(t * i for t, i in zip(self.taps, past[-n:]))
+        y = torch.nn.functional.silu(y if self.conv_bias is None else y + self.conv_bias)
+        q, k, v = y.split((Nk * Dk, Nk * Dk, N * Dv))
+        q, k = (t.view(Nk, Dk).repeat_interleave(N // Nk, 0) for t in (q, k))
+        d = torch.nn.functional.softplus(time.double() + self.bias).clamp(self.options["min_step"], self.options["max_step"])
+        S = self.states[-1] * torch.exp(self.rates * d)[:, None, None] + torch.einsum("nk,nv->nkv", k, d[:, None] * v.view(N, Dv))
+        self.states.append(S)
+        out = (torch.einsum("nkv,nk->nv", S, q) + self.skip[:, None] * v.view(N, Dv)).flatten()
+        gate = torch.nn.functional.silu(z.double())
+        return self.norm(out) * gate if self.options["norm_first"] else self.norm(out * gate)
+
+    def norm(self, out):
+        if not self.options["norm"]:
+            return out
+        groups = out.view(self.shape[0], -1)
+        return (groups * (groups.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).flatten() * self.weight
+
+
 class DeltaCase:
     """Rows of a cache, by the operation and by Recurrence."""
 
     def __init__(self, seed, n_row, Nk=2, N=4, Dk=32, Dv=64, n_state=6):
         self.random = torch.Generator().manual_seed(seed)
         self.shape, self.channels, self.n_state = (Nk, N, Dk, Dv), 2 * Nk * Dk + N * Dv, n_state
-        self.widths = self.channels, N * Dv, 2 * N
-        self.weights = (self.randn(4, self.channels), -self.randn(N).exp(), self.randn(N), self.randn(Dv))
-        self.rows = [Recurrence(*self.weights, 0.3, *self.shape) for _ in range(n_row + 1)]
+        self.make_weights()
+        self.rows = [self.recurrence() for _ in range(n_row + 1)]
         self.states = self.randn(n_row + 1, n_state, N, Dk, Dv)              # of others before: not read
         self.inputs = self.randn(n_row + 1, n_state + 2, self.channels)
+
+    def make_weights(self):
+        Nk, N, Dk, Dv = self.shape
+        self.widths = dict(x=self.channels, z=N * Dv, rates=2 * N)
+        self.weights = (self.randn(4, self.channels), -self.randn(N).exp(), self.randn(N), self.randn(Dv))
+
+    def recurrence(self):
+        return Recurrence(*self.weights, 0.3, *self.shape)
+
+    def operation(self, **fields):
+        taps, rate, bias, weight = self.weights
+        return native.Delta(kind=native.DELTA, q_scale=0.3, norm=native.Norm(kind=1, eps=1e-6, weight=weight), taps=taps, decay_rate=rate,
+                            decay_bias=bias, **fields)
+
+    def step(self, row, x, z, rates):
+        return row.step(x, z, *rates.chunk(2))
 
     def randn(self, *shape):
         return torch.randn(*shape, generator=self.random)
@@ -692,7 +742,7 @@ class DeltaCase:
     def call(self, rows, first, T, padding=0):
         """T tokens of each of `rows` from position `first` on, the last row with some of them padding."""
         Nk, N, Dk, Dv = self.shape
-        inputs = [self.randn(len(rows), T, width) for width in self.widths]
+        inputs = {name: self.randn(len(rows), T, width) for name, width in self.widths.items()}
         out = torch.empty(len(rows), T, N * Dv)
         pos = first + torch.arange(T).expand(len(rows), T)
         stop = torch.full((len(rows), 1), first + T)
@@ -702,17 +752,10 @@ class DeltaCase:
         for b, row in enumerate(rows):
             self.rows[row].cut(first)
             for t in range(int(stop[b]) - first):
-                x, z, rates = (given[b, t] for given in inputs)
-                expected[b, t] = self.rows[row].step(x, z, *rates.chunk(2))
-        index = torch.tensor(rows)
-        at = native.Positions(slot=pos.data_ptr(), slot_stride_b=T, rows=index.data_ptr())
-        taps, rate, bias, weight = (t.data_ptr() for t in self.weights)
-        x, z, rates = (t.data_ptr() for t in inputs)
-        op = native.Delta(
-            kind=native.DELTA, B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, n_tap=4, q_scale=0.3, n_state=self.n_state,
-            n_input=self.inputs.shape[1], n_row=len(self.inputs), norm=native.Norm(kind=1, eps=1e-6, weight=weight), taps=taps, decay_rate=rate, decay_bias=bias,
-            positions=ctypes.addressof(at), x=x, z=z, rates=rates, states=self.states.data_ptr(),
-            inputs=self.inputs.data_ptr(), out=out.data_ptr())
+                expected[b, t] = self.step(self.rows[row], *(given[b, t] for given in inputs.values()))
+        at = native.Positions(slot=pos, slot_stride_b=T, rows=torch.tensor(rows))
+        op = self.operation(B=len(rows), T=T, Nk=Nk, N=N, Dk=Dk, Dv=Dv, n_tap=4, n_state=self.n_state, n_input=self.inputs.shape[1],
+                            n_row=len(self.inputs), positions=at, states=self.states, inputs=self.inputs, out=out, **inputs)
         native.run([ctypes.addressof(op)])
         assert out.isfinite().all()
         for b in range(len(rows)):
@@ -720,13 +763,40 @@ class DeltaCase:
             torch.testing.assert_close(out[b, :n].double(), expected[b, :n], atol=2e-4, rtol=2e-4)
 
 
+class MambaCase(DeltaCase):
+    """Heads of 1 to 8 vectors; each seed has other options."""
+
+    def __init__(self, seed, n_row, Nk=2, N=4, Dk=32, Dv=None, n_state=6):
+        self.options = dict(norm=seed % 4 != 1, norm_first=seed % 3 == 1, min_step=(seed % 2) / 5, max_step=1.5 if seed % 5 == 3 else math.inf)
+        super().__init__(seed, n_row, Nk, N, Dk, Dv or native.n_lane() * (1 + seed % 8), n_state)
+
+    def make_weights(self):
+        Nk, N, Dk, Dv = self.shape
+        self.widths = dict(x=self.channels, z=N * Dv, steps=N)
+        self.weights = (self.randn(4, self.channels), self.randn(self.channels), -self.randn(N).exp(), self.randn(N), self.randn(N),
+                        self.randn(N * Dv))
+
+    def recurrence(self):
+        return MambaRecurrence(*self.weights, self.options, *self.shape)
+
+    def operation(self, **fields):
+        taps, conv_bias, rate, bias, skip, weight = self.weights
+        norm = native.Norm(kind=1, eps=1e-6, weight=weight) if self.options["norm"] else native.Norm()
+        return native.Mamba(kind=native.MAMBA, taps=taps, conv_bias=conv_bias, decay_rate=rate, decay_bias=bias, skip=skip,
+                            **self.options | dict(norm=norm), **fields)
+
+    def step(self, row, x, z, steps):
+        return row.step(x, z, steps)
+
+
+@pytest.mark.parametrize("kind", [DeltaCase, MambaCase])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_delta(threads):
+def test_recurrence(threads, kind):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for seed, T in enumerate((*range(1, 8), 63, 64, 65, 130)):
-            case = DeltaCase(seed, 3)
+        for seed, T in enumerate((*range(1, 8), 63, 64, 65, 130, 200)):
+            case = kind(seed, 3)
             case.call([2, 0, 3], 0, T, padding=min(T - 1, seed % 4))
             n = T - min(T - 1, seed % 4)                                     # of the last row, which goes on alone
             case.call([3], n, 1)
@@ -739,37 +809,64 @@ def test_delta(threads):
         torch.set_num_threads(before)
 
 
-def test_delta_in_plain_instructions(any_cpu):
-    case = DeltaCase(0, 2, Nk=1, N=3)
+@pytest.mark.parametrize("kind", [DeltaCase, MambaCase])
+def test_recurrence_in_plain_instructions(any_cpu, kind):
+    case = kind(0, 2, Nk=1, N=3)
     case.call([0, 2], 0, 70, padding=5)
     case.call([0], 70, 1)
+
+
+def test_2000_steps_of_mamba():
+    """One by one, and in calls of any length: within 2e-4 of float64 at each token."""
+    case = MambaCase(4, 2, n_state=3)
+    for at in range(1000):
+        case.call([0], at, 1)
+    for at in range(0, 1000, 125):
+        case.call([1], at, 125)
+    case.call([1, 0], 1000, 1000)
 
 
 HYBRID = ModelConfig(
     dim=64, n_layer=4, n_head=4, n_kv_head=2, head_dim=16, ffn_dim=96, vocab_size=160, context=256, norm_eps=1e-6,
     qk_norm=True, attention=AttentionVariant(gate=True), mixer=(GatedDelta(2, 4, 32, 64),) * 3 + (None,))
+MAMBA = Mamba2(n_head=4, head_dim=48, n_group=2, state_dim=32)
+EXPERTS = MoEVariant(8, 2, 32, scores="sigmoid", choice_bias=True, gated=False, activation="relu2", latent_dim=32, shared_dim=64, shared_gate=False,
+                     routed_scale=2.0)
+ONE_BRANCH = BlockVariant(branches=(None, "attn_only", "ffn_only", None, "attn_only", None))
+HYBRIDS = {
+    "delta": HYBRID, "mamba": replace(HYBRID, mixer=(MAMBA, replace(MAMBA, n_group=1, conv_bias=False, bias=True), None)),
+    "beside": replace(HYBRID, attention=None, mixer=(AttentionAndMamba(replace(MAMBA, norm=False)), AttentionAndMamba(replace(MAMBA, norm_first=True)))),
+    "scaled": replace(HYBRID, attention=None, mixer=(AttentionAndMamba(MAMBA), MAMBA), block=BlockVariant(residual_scale=0.3)),
+    "post-norms": replace(HYBRID, attention=None, mixer=(AttentionAndMamba(MAMBA), MAMBA), block=BlockVariant(post_norm=True)),
+    "branches": replace(HYBRID, n_layer=6, attention=None, mixer=(MAMBA, MAMBA, None), ffn=FeedForwardVariant("relu2", gated=False), block=ONE_BRANCH),
+    "experts": replace(HYBRID, n_layer=6, attention=None, mixer=(MAMBA, MAMBA, None), moe=EXPERTS, sparse=(True, False, True),
+                       ffn=FeedForwardVariant("relu2", gated=False), block=ONE_BRANCH),
+    "wide-experts": replace(HYBRID, mixer=(MAMBA,), moe=replace(EXPERTS, latent_dim=0, n_group=2, topk_group=1), sparse=(True,)),
+}
 
 
-def hybrid(dtype=torch.float32):
-    """A model whose layers remember in a state, but for each fourth, with random weights."""
+def hybrid(cfg=HYBRID, dtype=torch.float32):
+    """A model of which most layers remember in a state, with random weights."""
     torch.manual_seed(0)
-    model = Transformer(HYBRID)
+    model = Transformer(cfg)
     for name, p in model.named_parameters():
-        torch.nn.init.normal_(p, 1 if "norm" in name else 0, 0.1 if p.dim() == 2 else 0.5)
+        torch.nn.init.normal_(p, 1 if "norm" in name else 0, 0.1 if p.dim() >= 2 else 0.5)
         if name.endswith("decay_rate"):
             p.data = -p.abs()
     model.dtype = dtype
     for name, p in model.named_parameters():
         p.requires_grad = False
-        if p.dim() == 2 and "conv" not in name:
+        if p.dim() >= 2 and "conv" not in name or name.endswith(".bias"):
             p.data = p.data.to(dtype)
     return model.eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_with_states(dtype):
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_model_with_states(dtype, name):
     """Prompts of other lengths side by side, chunks, drafts of which some are rejected: as the layers themselves do it."""
-    model, other, exact = hybrid(dtype), hybrid(dtype), hybrid(dtype).float()
+    model, other, exact = (hybrid(HYBRIDS[name], dtype) for _ in range(3))
+    exact = exact.float()
     exact.dtype = torch.float32
     assert cpu_layers.use_operations(other)
     assert all(layer.forward.supported == (True, True, False) for layer in other.layers)
@@ -781,7 +878,8 @@ def test_a_model_with_states(dtype):
         given = tokens, pos, n, int(pos.max()) + 1, batch_idx
         eager, found, expected = model(*given), other(*given), exact(*given)
         error, own = ((x - expected).abs().mean() / expected.std() for x in (found, eager))
-        assert error < (1e-5 if dtype == torch.float32 else min(own, 0.03)), (error, own)
+        allowed = 2 * own if exact.cfg.moe else min(own, 0.03)               # rounding may choose another expert
+        assert error < (1e-5 if dtype == torch.float32 else allowed), (error, own)
     stop = torch.tensor([[70], [41]])
     for at in (0, 40):
         pos = torch.arange(at, at + 40).expand(2, 40).minimum(stop).contiguous()

@@ -408,3 +408,44 @@ def test_a_twin_of_a_new_kind(shape, tmp_path):
     assert [layer for layer in source.cfg.mixer if layer] == [layer for layer in cfg.mixer if layer]
     found = {name: tuple(t.shape) for name, t in source.tensors.items()}
     assert found == {n: tuple(s) for n, s in tensor_shapes(cfg).items()}
+
+
+MAMBA_SHAPES = {
+    "granitehybrid": dict(
+        model_type="granitemoehybrid", layer_types=["mamba", "attention", "mamba"], num_local_experts=4, num_experts_per_tok=2,
+        intermediate_size=32, shared_intermediate_size=64, mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=1, position_embedding_type="nope",
+        residual_multiplier=0.5, tie_word_embeddings=True),
+    "falcon-h1": dict(model_type="falcon_h1", intermediate_size=96, mamba_n_heads=4, mamba_d_ssm=128, mamba_d_head=32, mamba_d_state=16,
+                      mamba_n_groups=1, head_dim=32),
+    "nemotron_h": dict(model_type="nemotron_h", intermediate_size=96, hybrid_override_pattern="M-MM*-", num_hidden_layers=6, mamba_num_heads=4,
+                       mamba_head_dim=32, ssm_state_size=16, n_groups=2, head_dim=32)}
+
+
+def mamba_twin(shape, path):
+    from checkpoint import Checkpoint
+    from gpt_faster.formats.config import config_from_hf
+    cfg = config_from_hf(dict(dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, vocab_size=300,
+                                   max_position_embeddings=128), **shape))[0]
+    return cfg, exports.export_gguf(Checkpoint(path / "shape", cfg, {}), path / "twin.gguf", "Q8_0")
+
+
+@pytest.mark.parametrize("architecture", MAMBA_SHAPES)
+def test_a_twin_with_mamba(architecture, tmp_path):
+    """Its tensors are those of the model, as our reader finds them."""
+    pytest.importorskip("gpt_faster.formats.gguf_mamba")
+    from checkpoint import tensor_shapes
+    cfg, path = mamba_twin(MAMBA_SHAPES[architecture], tmp_path)
+    source = read_checkpoint(path)
+    assert [layer and getattr(layer, "mamba", layer).n_rows() for layer in source.cfg.mixer] == [
+        layer and getattr(layer, "mamba", layer).n_rows() for layer in cfg.mixer]
+    found = {name: tuple(t.shape) for name, t in source.tensors.items()}
+    assert found == {n: tuple(s) for n, s in tensor_shapes(cfg).items()}
+
+
+@pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no .venv-peers: scripts/install_peers.sh")
+@pytest.mark.parametrize("architecture", MAMBA_SHAPES)
+def test_llama_cpp_runs_a_twin_with_mamba(architecture, tmp_path):
+    _, path = mamba_twin(MAMBA_SHAPES[architecture], tmp_path)
+    peer = peers.Peer("llama.cpp", path, weights="int8", **HOW)
+    assert len(peer(list(range(280, 296)), 9)["ids"]) == 9
+    peer.close()

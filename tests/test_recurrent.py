@@ -8,6 +8,7 @@ import tiny
 import torch
 from helpers import GREEDY, generated, ids_of, make_batch, speculative
 
+from generate import Steps, decode_one_token
 from gpt_faster.decoding.engines import rewind
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.load import load_model, read_checkpoint
@@ -254,6 +255,15 @@ def test_memory_is_counted():
         for k in (0, 3):
             recurrent = 2 * (state * (k + 2) + 4 * n_channel * (k + 4))
             assert cache_bytes(CFG, 2, length, 16, torch.float32, k) == 2 * (recurrent + 2 * 2 * length * 16 * 4)
+
+
+def test_a_step_is_one_graph(model):
+    """torch.compile traces a decode step without a break, for one row and for several."""
+    torch._dynamo.reset()
+    for prompts in ([[1, 2, 3]], [[1, 2, 3], [4, 5]]):
+        expected = [t.tolist() for t in generated(model, prompts, 3, GREEDY)]
+        step = torch.compile(decode_one_token, fullgraph=True, dynamic=False, backend="eager")
+        assert [t.tolist() for t in generated(model, prompts, 3, GREEDY, steps=Steps(decode=step))] == expected
 
 
 # ---- Drafts and conversations -------------------------------------------------------------------

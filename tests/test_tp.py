@@ -124,7 +124,7 @@ def test_all_else(checkpoint, tmp_path, check, name, ranks):
     passed(tmp_path, f"{check}:{checkpoint(name)}", ranks=ranks)
 
 
-@pytest.mark.parametrize("name", ["olmo2", "for-int4-mixtral"])
+@pytest.mark.parametrize("name", ["olmo2", "for-int4-mixtral", "bamba", "granitemoehybrid-mamba", "falcon_h1-norm"])
 def test_compiled(checkpoint, tmp_path, name):
     passed(tmp_path, f"compiled:{checkpoint(name)}", ranks=2)
 

@@ -27,6 +27,7 @@ from gpt_faster.kernels.cpu import embed_unembed, native
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.kernels.guard import guard_of
 from gpt_faster.layers.delta import GatedDelta
+from gpt_faster.layers.mamba import Mamba2
 from gpt_faster.layers.norms import LayerNorm
 from gpt_faster.layers.short_conv import ShortConv
 from model import (
@@ -694,7 +695,7 @@ def test_a_batch_of_another_shape_is_an_error():
 
 # ---- Layers with a state ------------------------------------------------------------------------
 
-STATES = {"delta": GatedDelta(2, 4, 32, 64), "short_conv": ShortConv(64, 3)}
+STATES = {"delta": GatedDelta(2, 4, 32, 64), "mamba": Mamba2(4, 32, 2, 32), "short_conv": ShortConv(64, 3)}
 
 
 @pytest.mark.parametrize("kind", STATES)
@@ -724,7 +725,7 @@ def test_taps_edited_in_place(kind):
     compile_model(model)
     run(model)
     for m in (model, plain):
-        taps = m.layers[0].attn.conv if kind == "delta" else m.layers[0].attn.taps
+        taps = m.layers[0].attn.taps if kind == "short_conv" else m.layers[0].attn.conv
         taps.data.mul_(-3)
     assert alike(run(model), run(plain), torch.float32) and cpu_layers.uses_operations(model)
     assert not alike(run(plain), run(make(cfg=cfg)), torch.float32)

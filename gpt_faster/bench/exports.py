@@ -262,9 +262,9 @@ def _random_weights(twin: Twin) -> dict[str, GGUFTensor]:
     random = np.random.default_rng(0)
 
     def row_reader(name, shape):
-        if len(shape) == 1:
+        if len(shape) == 1 or name.endswith("ssm_a"):
             value = -1 if name.endswith("ssm_a") else 0 if name.endswith("bias") else 1
-            return lambda begin, end: np.full(shape, value)
+            return lambda begin, end: np.full((end - begin, shape[-1]), value)
         n = shape[-1]
         if name.startswith(LOOKUP_ONLY):
             return lambda begin, end: np.zeros((end - begin, n), np.float32)

@@ -43,6 +43,8 @@ SUITES = {
                       "--peers llama.cpp,openvino -r 7",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 64 -r 3",
+        "Mamba-2": "--random Granite-4-H-tiny-10L,Falcon-H1-1.5B,Nemotron-Nano-9B-16L -p 512 "
+                   "-d 128 -n 64 --engines compile,int8,int4 --peers llama.cpp -r 5",
         "Several processes": "-m checkpoints/gemma-3-270m/gemma-3-270m-q4_k_m.gguf --engines "
                              "compile -n 64 --ranks 1,2 -r 3",
         "gpt2-xl": "--init_from gpt2-xl --max_new_tokens 20 -b 1 -r 1",

@@ -10,13 +10,15 @@ from typing import NamedTuple
 from gpt_faster.layers.attention import AttentionVariant
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.latent import Latent
+from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.rope import n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
-from model import layer_config
+from model import layer_config, of_layer
 
 LOOKUP_ONLY = "per_layer_token_embd"                    # embedding table: zeros suffice
-NO_SUFFIX = "ssm_a", "ssm_dt.bias", "exp_probs_b.bias"  # tensor names without .weight
+# Tensor names without .weight
+NO_SUFFIX = "ssm_a", "ssm_d", "ssm_dt.bias", "ssm_conv1d.bias", "exp_probs_b.bias"
 
 
 class Twin(NamedTuple):
@@ -26,7 +28,8 @@ class Twin(NamedTuple):
 
 
 def twin_of(cfg) -> Twin:
-    """Supports Llama, Qwen3.5, GLM-4.7-Flash, LFM2, and Gemma 4 without experts.
+    """Supports Llama, Qwen3.5, GLM-4.7-Flash, LFM2, Gemma 4 without experts, Granite 4 H,
+    Falcon-H1, and Nemotron-H without experts.
 
     Llama 3's RoPE scaling is omitted: it does not affect speed.
     """
@@ -40,8 +43,14 @@ def twin_of(cfg) -> Twin:
         return _lfm2(cfg)
     if cfg.block is not None and cfg.block.end and cfg.moe is None:
         return _gemma4(cfg)
+    kinds = {type(mixer) for mixer in cfg.mixer if mixer}
+    if kinds == {AttentionAndMamba}:
+        return _falcon_h1(cfg)
+    if kinds == {Mamba2}:
+        return _nemotron_h(cfg) if cfg.ffn and cfg.moe is None else _granite_hybrid(cfg)
     raise ValueError("llama.cpp: --random supports only plain Llama, dense Qwen3.5, LFM2 or "
-                     "Gemma 4, and MoE with latent attention")
+                     "Gemma 4, Granite 4 H, Falcon-H1, dense Nemotron-H, and MoE with latent "
+                     "attention")
 
 
 def is_plain_llama(cfg) -> bool:
@@ -204,3 +213,72 @@ def _gemma4(cfg) -> Twin:
         shapes |= {f"{LOOKUP_ONLY}.weight": (cfg.per_layer.vocab_size, n * P),
                    "per_layer_model_proj.weight": (n * P, D), "per_layer_proj_norm.weight": (P,)}
     return Twin("gemma4", metadata, shapes)
+
+
+# ---- Models with Mamba-2 layers ------------------------------------------------------------------
+
+def _ssm_metadata(mamba: Mamba2) -> dict:
+    return {"ssm.conv_kernel": mamba.n_tap, "ssm.state_size": mamba.state_dim,
+            "ssm.group_count": mamba.n_group, "ssm.time_step_rank": mamba.n_head,
+            "ssm.inner_size": mamba.n_head * mamba.head_dim}
+
+
+def _mamba(cfg, mamba: Mamba2) -> dict:
+    keys, _, values = mamba.n_rows()
+    tensors = {
+        "attn_norm": (cfg.dim,), "ssm_in": (2 * values + 2 * keys + mamba.n_head, cfg.dim),
+        "ssm_conv1d": (values + 2 * keys, mamba.n_tap), "ssm_dt.bias": (mamba.n_head,),
+        "ssm_a": (mamba.n_head, 1), "ssm_d": (mamba.n_head, 1), "ssm_out": (cfg.dim, values)}
+    if mamba.conv_bias:
+        tensors["ssm_conv1d.bias"] = (values + 2 * keys,)
+    if mamba.norm:
+        tensors["ssm_norm"] = (mamba.n_group, values // mamba.n_group)
+    return tensors
+
+
+def _granite_hybrid(cfg) -> Twin:
+    mixers = [of_layer(i, cfg.mixer) for i in range(cfg.n_layer)]
+    mamba, moe, D = next(filter(None, mixers)), cfg.moe, cfg.dim
+    metadata = _metadata(cfg) | _ssm_metadata(mamba) | {
+        "attention.head_count_kv": [0 if mixer else cfg.n_kv_head for mixer in mixers],
+        "rope.scaling.finetuned": False}           # its switch: no RoPE
+    layers = [_mamba(cfg, mixer) | {"ffn_norm": (D,)} if mixer else _attention(cfg)
+              for mixer in mixers]
+    if moe:
+        E, F, shared = moe.n_expert, moe.expert_dim, moe.shared_dim
+        metadata |= {"expert_count": E, "expert_used_count": moe.n_active, "feed_forward_length": F,
+                     "expert_feed_forward_length": F, "expert_shared_feed_forward_length": shared}
+        layers = [layer | {
+            "ffn_gate_inp": (E, D), "ffn_gate_exps": (E, F, D), "ffn_up_exps": (E, F, D),
+            "ffn_down_exps": (E, D, F), "ffn_gate_shexp": (shared, D), "ffn_up_shexp": (shared, D),
+            "ffn_down_shexp": (D, shared)} for layer in layers]
+    return Twin("granitehybrid", metadata, _shapes(cfg, layers))
+
+
+def _falcon_h1(cfg) -> Twin:
+    mamba = cfg.mixer[0].mamba
+    layer = _attention(cfg) | _mamba(cfg, mamba)
+    shapes = _shapes(cfg, [layer] * cfg.n_layer)
+    shapes = {name.replace("ffn_norm.weight", "ffn_norm"): shape for name, shape in shapes.items()}
+    return Twin("falcon-h1", _metadata(cfg) | _ssm_metadata(mamba), shapes)
+
+
+def _nemotron_h(cfg) -> Twin:
+    """Its layers have one branch each; ours mostly two."""
+    D, F, layers = cfg.dim, cfg.ffn_dim, []
+    for i in range(cfg.n_layer):
+        mixer, only = of_layer(i, cfg.mixer), of_layer(i, cfg.block.branches)
+        if only != "ffn_only":
+            layers.append(_mamba(cfg, mixer) if mixer else _attention(cfg))
+        if only != "attn_only":
+            layers.append({"attn_norm": (D,), "ffn_up": (F, D), "ffn_down": (D, F)})
+    metadata = _metadata(cfg) | _ssm_metadata(next(filter(None, cfg.mixer))) | {
+        "block_count": len(layers), "attention.layer_norm_epsilon": cfg.norm_eps,
+        "attention.head_count_kv": [cfg.n_kv_head if "attn_k" in layer else 0 for layer in layers],
+        "feed_forward_length": [F if "ffn_up" in layer else 0 for layer in layers]}
+    shapes = _shapes(cfg, [])
+    for i, layer in enumerate(layers):
+        layer.pop("ffn_norm", None)
+        shapes |= {f"blk.{i}.{name if name in NO_SUFFIX else name + '.weight'}": shape
+                   for name, shape in layer.items()}
+    return Twin("nemotron_h", metadata, shapes)

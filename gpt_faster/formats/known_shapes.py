@@ -68,6 +68,38 @@ def _qwen35(dim, n_layer, ffn_dim, n_head, n_kv_head, n_value_head, tied=False, 
         tie_word_embeddings=tied, vocab_size=248320, max_position_embeddings=262144, **more))[0]
 
 
+def _granite_h_tiny(n_layer):
+    """Every tenth layer has attention, from the sixth on."""
+    return config_from_hf(dict(
+        model_type="granitemoehybrid", hidden_size=1536, num_hidden_layers=n_layer,
+        layer_types=["attention" if i % 10 == 5 else "mamba" for i in range(n_layer)],
+        num_attention_heads=12, num_key_value_heads=4, num_local_experts=64, num_experts_per_tok=6,
+        intermediate_size=512, shared_intermediate_size=1024, mamba_n_heads=48, mamba_d_head=64,
+        mamba_d_state=128, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, vocab_size=100352,
+        embedding_multiplier=12.0, logits_scaling=6.0, residual_multiplier=0.22,
+        attention_multiplier=0.0078125, position_embedding_type="nope", tie_word_embeddings=True,
+        max_position_embeddings=131072))[0]
+
+
+def _falcon_h1(dim, n_layer, ffn_dim, n_head, n_mamba_head, vocab_size):
+    return config_from_hf(dict(
+        model_type="falcon_h1", hidden_size=dim, num_hidden_layers=n_layer, rope_theta=1e11,
+        intermediate_size=ffn_dim, num_attention_heads=n_head, num_key_value_heads=2, head_dim=128,
+        mamba_n_heads=n_mamba_head, mamba_d_head=64, mamba_d_ssm=64 * n_mamba_head,
+        mamba_d_state=256, mamba_n_groups=1, mamba_d_conv=4, vocab_size=vocab_size,
+        max_position_embeddings=131072))[0]
+
+
+def _nemotron_nano_9b(n_layer):
+    """n_layer: of layers with one branch each, Mamba (M), attention (*) or feed-forward (-)."""
+    pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+    return config_from_hf(dict(
+        model_type="nemotron_h", hidden_size=4480, hybrid_override_pattern=pattern[:n_layer],
+        num_hidden_layers=n_layer, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
+        intermediate_size=15680, mamba_num_heads=128, mamba_head_dim=80, ssm_state_size=128,
+        n_groups=8, vocab_size=131072, max_position_embeddings=131072))[0]
+
+
 _LLAMA3 = dict(rope=(Rope(5e5, "llama3", 8.0),))
 SHAPES = {
     "stories15M": lambda: _llama(288, 6, 6, 6, 768, 32000, 256, tied=True),
@@ -122,6 +154,11 @@ SHAPES = {
     "LFM2-1.2B": lambda: _lfm2(2048, 12288, 32, (2, 5, 8, 10, 12, 14)),
     "LFM2-2.6B": lambda: _lfm2(2048, 10752, 32, (2, 6, 9, 12, 15, 18, 21, 24), n_layer=30,
                                block_auto_adjust_ff_dim=False),
+    "Granite-4-H-tiny": lambda: _granite_h_tiny(40),
+    "Granite-4-H-tiny-10L": lambda: _granite_h_tiny(10),               # 1.8B parameters
+    "Falcon-H1-1.5B": lambda: _falcon_h1(2048, 24, 4096, 8, 48, 65537),
+    "Nemotron-Nano-9B": lambda: _nemotron_nano_9b(56),
+    "Nemotron-Nano-9B-16L": lambda: _nemotron_nano_9b(16),             # one attention, 3.4B
     "gemma-2-2b": lambda: config_from_hf(dict(
         model_type="gemma2", hidden_size=2304, num_hidden_layers=26, intermediate_size=9216,
         vocab_size=256000))[0],

@@ -6,6 +6,7 @@
 #include "delta.h"
 #include "embed_rope_mask.h"
 #include "latent.h"
+#include "mamba.h"
 #include "short_conv.h"
 
 static bool rows_exist(const Positions* positions, int B, int n_row) {

@@ -2,12 +2,9 @@
 
 #pragma once
 
-#include <cmath>
-
-#include "epilogue.h"
 #include "gemm_tiles.h"
 #include "norms.h"
-#include "positions.h"
+#include "recurrent.h"
 
 // x [B, T, channels], the channels of q and k [Nk, Dk] and v [N, Dv], goes through a depthwise
 // convolution and SiLU. Then for each of N heads, with a state S [Dk, Dv]:
@@ -16,16 +13,13 @@
 //
 // where |q| = q_scale, |k| = 1 and, with rates [B, T, 2, N], beta = sigmoid(rates[0]) and
 // decay = exp(decay_rate softplus(rates[1] + decay_bias)). out = norm(out) * SiLU(z [B, T, N, Dv]).
-//
-// Two ring buffers, indexed by position modulo their length: states [n_row, n_state, N, Dk, Dv]
-// holds S after a position, inputs [n_row, n_input, channels] the convolution's input at it. A
-// token that is not at its predecessor's position + 1 is padding and changes neither.
 struct Delta {
   int32_t kind, B, T, Nk, N, Dk, Dv, n_tap, n_state, n_input, n_row, input_type, out_type;
   float q_scale;
   Norm norm;
   const Positions* positions;
-  const float *taps;                           // [n_tap, channels], the last for the current token
+  const float *taps, *conv_bias;               // [n_tap, channels], the last for the current token;
+                                               // [channels] or null
   const float *decay_rate, *decay_bias;        // [N]
   const float *x, *z, *rates;
   float* states;
@@ -34,52 +28,6 @@ struct Delta {
 
 constexpr int COLUMN_BLOCK = 2 * LANES;        // of a state: a block [Dk, COLUMN_BLOCK] fits in L1
 constexpr int CHUNK = 32;                      // maximum tokens of a chunk
-constexpr int MAX_TAPS = 8;                    // also in kernels/cpu/native.py
-
-static int n_channels(const Delta& op) { return 2 * op.Nk * op.Dk + op.N * op.Dv; }
-
-static long input_offset(const Delta& op, int b, long p) {
-  long row = op.positions->rows ? op.positions->rows[b] : b;
-  return (row * op.n_input + p % op.n_input) * n_channels(op);
-}
-
-// Token t of row b -> conv_out, where the n channels of a head's q, k or v are [T, n] from c T on,
-// c being the first of these channels
-static void convolve(const Delta& op, int b, int t, float* conv_out) {
-  int n_channel = n_channels(op);
-  int n_before = op.n_tap - 1;
-  const float* in[MAX_TAPS];
-  float* past = reserve(thread_scratch, (size_t)op.n_tap * n_channel);
-  for (int i = 0; i < op.n_tap; i++) {
-    int from = t - n_before + i;
-    long p = cache_slot(op.positions, b, 0) + from;
-    in[i] = from < 0 ? past + (long)i * n_channel : op.x + ((long)b * op.T + from) * n_channel;
-    if (from >= 0) continue;
-    if (p < 0) std::fill(past + (long)i * n_channel, past + (i + 1l) * n_channel, 0.0f);
-    else read_floats(op.inputs, op.input_type, input_offset(op, b, p), n_channel, (float*)in[i]);
-  }
-  for (int c = 0, n; c < n_channel; c += n) {
-    n = c < 2 * op.Nk * op.Dk ? op.Dk : op.Dv;
-    float* to = conv_out + (long)b * op.T * n_channel + (long)c * op.T + (long)t * n;
-    for (int j = 0; j < n; j += LANES) {
-      vf y = {};
-      for (int i = 0; i < op.n_tap; i++)
-        y += load<vf>(op.taps + (long)i * n_channel + c + j) * load<vf>(in[i] + c + j);
-      store(to + j, activated(SILU, y));
-    }
-  }
-}
-
-// Writes the last n_input inputs of row b to the ring
-static void store_inputs(const Delta& op, int b) {
-  long last = cache_slot(op.positions, b, op.T - 1);
-  for (int t = 0; t < op.T; t++) {
-    long p = cache_slot(op.positions, b, t);
-    if (p > last - op.n_input && follows(op.positions, b, t))
-      write_floats(op.x + ((long)b * op.T + t) * n_channels(op), n_channels(op), op.inputs,
-                   op.input_type, input_offset(op, b, p));
-  }
-}
 
 static float dot(const float* a, const float* b, int n) {         // n a multiple of LANES
   vf sum = {};
@@ -98,16 +46,6 @@ struct Token {                                 // of one head
   const float *k, *q, *v;
   float* out;
 };
-
-static inline void store_non_temporal(float* to, vf x) {          // aligned to the vector's size
-#if defined(__AVX512F__)
-  _mm512_stream_ps(to, (__m512)x);
-#elif defined(__AVX2__) && !defined(WITH_512_BITS)
-  _mm256_stream_ps(to, (__m256)x);
-#else
-  store(to, x);
-#endif
-}
 
 // One token, V vectors of columns of the state [Dk, Dv]: from -> to. from null: zeros
 template <int V>
@@ -211,7 +149,6 @@ struct Chunk {
 static void run_head(const Delta& op, int b, int head, const float* conv_out) {
   int Dk = op.Dk, Dv = op.Dv;
   int k_head = head / (op.N / op.Nk);
-  long row = op.positions->rows ? op.positions->rows[b] : b;
   long size = (long)Dk * Dv;
   long first = cache_slot(op.positions, b, 0), last = cache_slot(op.positions, b, op.T - 1);
   int n_chunked = std::max(0l, last - first + 1 - op.n_state);
@@ -223,14 +160,12 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
   const float* queries = conv_out + (long)k_head * Dk * op.T;
   const float* keys = queries + (long)op.Nk * Dk * op.T;
   const float* values = conv_out + (2l * op.Nk * Dk + (long)head * Dv) * op.T;
-  auto state_at = [&](long p) {
-    return op.states + ((row * op.n_state + p % op.n_state) * op.N + head) * size;
-  };
+  auto state = [&](long p) { return state_at(op, b, head, p); };
   // S is [Dv / COLUMN_BLOCK, Dk, COLUMN_BLOCK]; i is an index of [Dk, Dv]
   auto blocked = [&](long i) { return S + (i / Dv + i % Dv / COLUMN_BLOCK * Dk) * COLUMN_BLOCK; };
   for (long i = 0; n_chunked && i < size; i += COLUMN_BLOCK) {
     if (first == 0) std::fill(blocked(i), blocked(i) + COLUMN_BLOCK, 0.0f);
-    else copy_floats(state_at(first - 1) + i, COLUMN_BLOCK, blocked(i));
+    else copy_floats(state(first - 1) + i, COLUMN_BLOCK, blocked(i));
   }
   for (int t0 = 0, n; t0 < op.T; t0 += n) {
     n = std::min(CHUNK, (t0 < n_chunked ? n_chunked : op.T) - t0);
@@ -239,8 +174,7 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
       const float* rates = op.rates + ((long)b * op.T + t0 + t) * 2 * op.N + head;
       l2_normalize(queries + (long)(t0 + t) * Dk, Dk, op.q_scale, q + t * Dk);
       l2_normalize(keys + (long)(t0 + t) * Dk, Dk, 1, k + t * Dk);
-      float dt = rates[op.N] + op.decay_bias[head];
-      dt = dt > 20 ? dt : std::log1p(std::exp(dt));               // softplus
+      float dt = softplus(rates[op.N] + op.decay_bias[head]);
       tokens[t] = {std::exp(op.decay_rate[head] * dt), 1 / (1 + std::exp(-rates[0])),
                    dot(k + t * Dk, q + t * Dk, Dk), k + t * Dk, q + t * Dk,
                    values + (long)(t0 + t) * Dv, out + t * Dv};
@@ -252,12 +186,12 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
         chunk.run_columns(tokens[0].v + c, Dv, S + (long)c * Dk, U, out + c);
       if (t0 + n == n_chunked)
         for (long i = 0; i < size; i += COLUMN_BLOCK)
-          copy_floats(blocked(i), COLUMN_BLOCK, state_at(first + n_chunked - 1) + i);
+          copy_floats(blocked(i), COLUMN_BLOCK, state(first + n_chunked - 1) + i);
     } else {
       for (int t = 0; t < n; t++) {
         long p = cache_slot(op.positions, b, t0 + t);
         if (follows(op.positions, b, t0 + t))
-          recurrent_step(tokens[t], Dk, Dv, p ? state_at(p - 1) : nullptr, state_at(p));
+          recurrent_step(tokens[t], Dk, Dv, p ? state(p - 1) : nullptr, state(p));
         else std::fill(tokens[t].out, tokens[t].out + Dv, 0.0f);  // padding: must be finite
       }
     }
@@ -275,7 +209,9 @@ static void run_head(const Delta& op, int b, int head, const float* conv_out) {
 
 static void delta(const Delta& op, Phase* phase) {
   float* conv_out = reserve(shared_scratch, 0);
-  run_tasks(phase[0], op.B * op.T, 4, [&](int i) { convolve(op, i / op.T, i % op.T, conv_out); });
+  run_tasks(phase[0], op.B * n_conv_heads(op), 1, [&](int i) {
+    convolve(op, i / n_conv_heads(op), i % n_conv_heads(op), conv_out);
+  });
   run_tasks(phase[1], op.B * (op.N + 1), 1, [&](int i) {
     if (i < op.B) store_inputs(op, i);
     else run_head(op, (i - op.B) / op.N, (i - op.B) % op.N, conv_out);

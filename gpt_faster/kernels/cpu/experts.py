@@ -1,4 +1,4 @@
-"""MoE experts on a CPU as two operations: gate, up and activation, then down. Also the per-head
+"""MoE experts on a CPU as two operations: (gate,) up and activation, then down. Also the per-head
 matrices of latent attention, which the operations treat as experts.
 
 Used in calls with many tokens; with few, routing and combining are operations too
@@ -8,6 +8,8 @@ Used in calls with many tokens; with few, routing and combining are operations t
 """
 
 import ctypes
+import operator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,20 +27,36 @@ from gpt_faster.kernels.cpu.linears import (
     weight_args,
 )
 from gpt_faster.kernels.linear import PackedLinear, methods_implemented_by
-from gpt_faster.layers.feed_forward import GATED
-from gpt_faster.layers.moe import MoEWithParallelDense, RoutedMoE
+from gpt_faster.layers.feed_forward import GATED, UNGATED
+from gpt_faster.layers.moe import MoEWithParallelDense, RoutedMoE, UngatedMoE
 from model import ExpertLinear, MoE
+
+
+def native_activation(activation: Callable, is_gated: bool) -> str | None:
+    """The operations' name of an activation; None: they do not have it."""
+    known = GATED if is_gated else UNGATED
+    return next((name for name, f in known.items()
+                 if f is activation and name in native.ACTIVATIONS), None)
+
+
+def is_gated(moe: nn.Module) -> bool:
+    return not isinstance(moe, UngatedMoE)
 
 
 def supports_experts(moe: nn.Module) -> bool:
     """Do the operations support this MoE's experts? Reads no weights."""
     if isinstance(experts := vars(moe).get("experts"), FusedExperts):
         return experts.is_installed_in(moe)
-    if type(moe) not in (MoE, RoutedMoE, MoEWithParallelDense):
+    if type(moe) not in (MoE, RoutedMoE, MoEWithParallelDense, UngatedMoE):
         return False
-    linears = moe.gate, moe.up, moe.down
-    return (moe.activation in GATED.values() and all(map(can_pack, linears))
-            and not any(map(is_packed, linears)))
+    linears = *up_matrices(moe), moe.down
+    return (native_activation(moe.activation, is_gated(moe)) is not None
+            and all(map(can_pack, linears)) and not any(map(is_packed, linears)))
+
+
+def up_matrices(moe: nn.Module) -> list[nn.Module]:
+    """The experts' matrices before the activation."""
+    return [moe.gate, moe.up] if is_gated(moe) else [moe.up]
 
 
 def supports_head_matrices(module: nn.Module) -> bool:
@@ -85,15 +103,20 @@ class FusedExperts:
 
     def __init__(self, moe: MoE):
         self.moe = [moe]                           # a back reference, not a part of it
-        up, down = (moe.gate, moe.up), moe.down
+        up, down = up_matrices(moe), moe.down
         bias = None if down.bias is None else torch.cat([m.bias for m in up], 1)
-        self.gate_up = pack_experts(up, bias)
+        self.gate_up = pack_experts(up, bias)      # of an UngatedMoE: up alone
         self.down = pack_experts([down], down.bias)
-        self.activation = next(name for name, f in GATED.items() if f is moe.activation)
-        moe.gate, moe.up, moe.down = self.gate_up, None, self.down
+        self.up_options = up_options(moe.activation, is_gated(moe))
+        moe.down = self.down
+        if is_gated(moe):
+            moe.gate, moe.up = self.gate_up, None
+        else:
+            moe.up = self.gate_up
 
     def is_installed_in(self, moe: MoE) -> bool:
-        return moe.gate is self.gate_up and moe.up is None and moe.down is self.down
+        up = [self.gate_up, None] if is_gated(moe) else [self.gate_up]
+        return moe.down is self.down and all(map(operator.is_, up_matrices(moe), up))
 
     def uninstall(self) -> None:
         """Give the MoE separate gate, up and down modules again, so that it can run eagerly.
@@ -103,6 +126,9 @@ class FusedExperts:
         """
         [moe] = self.moe
         if not self.is_installed_in(moe):
+            return
+        if not is_gated(moe):                      # up and down are separate
+            del moe.experts
             return
         n_expert, n_out, n_in = self.gate_up.shape
         shape = torch.Size((n_expert, n_out // 2, n_in))
@@ -129,16 +155,22 @@ class FusedExperts:
         x, ends = x.contiguous(), ends.int().contiguous()
         hidden = torch.empty(len(x), self.down.shape[2])
         y = torch.empty_like(x)
-        up = expert_linear(self.gate_up, x, hidden, ends)
-        up.activation, up.gated = native.ACTIVATIONS[self.activation], True
+        up = expert_linear(self.gate_up, x, hidden, ends, **self.up_options)
         down = expert_linear(self.down, hidden, y, ends)
         native.run([ctypes.addressof(op) for op in (up, down)])
         return y
 
 
-def expert_linear(linear: PackedLinear, x: Tensor, out: Tensor, ends: Tensor) -> native.Linear:
+def up_options(activation: Callable, gated: bool) -> dict:
+    """Options of the up (or gate and up) operation."""
+    return dict(activation=native.ACTIVATIONS[native_activation(activation, gated)], gated=gated)
+
+
+def expert_linear(linear: PackedLinear, x: Tensor, out: Tensor, ends: Tensor,
+                  **more) -> native.Linear:
+    """more: the struct's other fields."""
     n_expert, *shape = linear.shape
     weights = weight_args(linear.packed, linear.scales, shape[1])
     return native.linear(*weights, shape, linear.bias, M=len(x), x=x, out=out,
                          x_bits=native.x_bits(out.dtype), n_expert=n_expert,
-                         expert_ends=ends)
+                         expert_ends=ends, **more)

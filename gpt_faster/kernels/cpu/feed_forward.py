@@ -1,5 +1,5 @@
-"""A layer's feed-forward as operations: dense, or MoE with few tokens. Also the layer's end, which
-adds a per-layer embedding (Gemma 4).
+"""A layer's feed-forward as operations: dense, or MoE with few tokens, or none. Also the layer's
+end, which adds a per-layer embedding (Gemma 4).
 
 The interface is that of mixers.py: supports() checks a layer's modules, add_to() adds operations.
 
@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from gpt_faster.kernels.cpu import native
-from gpt_faster.kernels.cpu.experts import supports_experts
+from gpt_faster.kernels.cpu.experts import (
+    is_gated,
+    native_activation,
+    supports_experts,
+    up_options,
+)
 from gpt_faster.kernels.cpu.linears import (
     is_quantized_or_packed,
     norm_struct,
@@ -19,9 +24,8 @@ from gpt_faster.kernels.cpu.linears import (
     supports_linear,
     supports_norm,
 )
-from gpt_faster.layers.block import post_norm_of
-from gpt_faster.layers.feed_forward import GATED, UNGATED
-from gpt_faster.layers.moe import MoEWithParallelDense, RoutedMoE, softmax
+from gpt_faster.layers.block import NoBranch, post_norm_of
+from gpt_faster.layers.moe import MoEWithParallelDense, RoutedMoE, UngatedMoE, softmax
 from gpt_faster.layers.norms import Scale, SoftCap
 from model import MoE
 from tp import shared_by
@@ -35,22 +39,35 @@ def supports_feed_forward(ffn: nn.Module) -> bool:
                for linear in linears):
         return False
     is_aligned = up_name(ffn) == "up" or shape_of(linears[0])[0] % (2 * MAX_BLOCK_ROWS) == 0
-    return is_aligned and activation_of(ffn) is not None and all(map(supports_linear, linears))
+    has_activation = native_activation(ffn.activation, hasattr(ffn, "gate_up")) is not None
+    return is_aligned and has_activation and all(map(supports_linear, linears))
 
 
 def up_name(ffn: nn.Module) -> str:
     return "gate_up" if hasattr(ffn, "gate_up") else "up"
 
 
-def activation_of(ffn: nn.Module) -> str | None:
-    known = GATED if hasattr(ffn, "gate_up") else UNGATED
-    return next((name for name, f in known.items()
-                 if f is ffn.activation and name in native.ACTIVATIONS), None)
+def options_of(ffn: nn.Module) -> dict:
+    return up_options(ffn.activation, hasattr(ffn, "gate_up"))
 
 
-def up_options(ffn: nn.Module) -> dict:
-    """Options of the up (or gate and up) operation."""
-    return dict(activation=native.ACTIVATIONS[activation_of(ffn)], gated=hasattr(ffn, "gate_up"))
+class NoFeedForward:
+    """Of a layer with attention or the like only (Nemotron-H): x2 = x1."""
+
+    decode_only = False
+
+    def __init__(self, layer: nn.Module):
+        self.linears = []
+
+    @staticmethod
+    def supports(layer: nn.Module) -> bool:
+        return True
+
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        return {}
+
+    def add_to(self, ops) -> None:
+        ops.add_copy("x1", "x2")
 
 
 class DenseFeedForward:
@@ -70,21 +87,29 @@ class DenseFeedForward:
 
     def add_to(self, ops) -> None:
         ffn, x = ops.module.ffn, None if ops.parallel else "x1"
-        ops.linear(f"ffn.{self.up}", x, "hidden", ops.module.ffn_norm, **up_options(ffn))
+        ops.linear(f"ffn.{self.up}", x, "hidden", ops.module.ffn_norm, **options_of(ffn))
         ops.branch("ffn.down", "hidden", "x1", "x2", ffn,
                    post_norm_of(ops.module, "ffn"))
 
 
 class MoEFeedForward:
-    """[norm, router] [top-k] [norm, gate, up, activation] [down] [weighted sum]"""
+    """[norm, router] [top-k] [norm, gate, up, activation] [down] [weighted sum]
+
+    Of experts with a narrower input and output (Nemotron 3): [norm, to_latent] before them, and
+    [from_latent, + x] [shared expert, + x] after the sum.
+    """
 
     decode_only = True
 
     def __init__(self, layer: nn.Module):
         moe = layer.ffn
         self.linears = ["router", "experts.gate_up", "experts.down"]
+        self.has_latent = has_latent(moe)
+        if self.has_latent:
+            self.linears += ["to_latent", "from_latent"]
         if shared_expert_of(moe) is not None:
-            self.linears += ["shared.gate_up", "shared.down"]
+            self.shared_up = f"shared.{up_name(moe.shared)}"
+            self.linears += [self.shared_up, "shared.down"]
         if shared_gate_of(moe) is not None:
             self.linears.append("shared_expert_gate")
         self.n_expert, self.n_active = moe.n_expert, moe.n_active
@@ -99,6 +124,10 @@ class MoEFeedForward:
         if is_capped or getattr(moe, "choice_of_logits", False):
             return False
         linears = [moe.router, shared_gate_of(moe) or moe.router]
+        if has_latent(moe):
+            linears += [moe.to_latent, moe.from_latent]
+            if shared_gate_of(moe) is not None:
+                return False
         norms = [layer.ffn_norm, post_norm_of(layer, "ffn")]
         if isinstance(moe, MoEWithParallelDense):
             norms += [moe.norm, moe.shared_norm, moe.router_norm, moe.post_norm,
@@ -109,11 +138,14 @@ class MoEFeedForward:
                 and all(map(supports_norm, norms)))
 
     def buffer_widths(self, dims_of) -> dict[str, int]:
-        D, A = dims_of("router")[0], self.n_active
+        D, A = dims_of("experts.down")[1], self.n_active
         widths = dict(logits=self.n_expert, prob=A, place=A, order=A, expert_out=A * D,
                       expert_hidden=A * dims_of("experts.down")[0])
         if "shared.down" in self.linears:
-            widths |= dict(shared_out=D, shared_hidden=dims_of("shared.down")[0], share=1)
+            n_in, n_out = dims_of("shared.down")
+            widths |= dict(shared_out=n_out, shared_hidden=n_in, share=1)
+        if self.has_latent:
+            widths |= dict(latent=D, latent_out=D)
         return widths
 
     def add_to(self, ops) -> None:
@@ -125,16 +157,14 @@ class MoEFeedForward:
             norm, shared_norm, router_norm = moe.norm, moe.shared_norm, moe.router_norm
         ops.linear("ffn.router", x, "logits", router_norm)
         self.add_routing(ops, moe)
-        up = expert_up_options(moe)
-        order = buffers["order"].view(torch.int32)
-        ops.linear("ffn.experts.gate_up", x, "expert_hidden", norm, rows=A,
-                   gather_rows=order, expert_ends=self.ends, **up)
-        ops.linear("ffn.experts.down", "expert_hidden", "expert_out", rows=A,
-                   expert_ends=self.ends)
+        self.add_experts(ops, moe, x, norm)
+        if self.has_latent:
+            self.add_sum_of_latents(ops, moe, x)
+            return
         shared = gate = None
         if shared_expert_of(moe) is not None:
-            ops.linear("ffn.shared.gate_up", x, "shared_hidden", shared_norm,
-                       **up_options(moe.shared))
+            ops.linear(f"ffn.{self.shared_up}", x, "shared_hidden", shared_norm,
+                       **options_of(moe.shared))
             ops.linear("ffn.shared.down", "shared_hidden", "shared_out")
             shared = buffers["shared_out"]
         if shared_gate_of(moe) is not None:
@@ -150,6 +180,31 @@ class MoEFeedForward:
             post_norm=norm_struct(post), y=buffers["expert_out"], prob=buffers["prob"],
             sorted_row=buffers["place"].view(torch.int32), shared=shared, gate=gate,
             residual=buffers["x1"], out=buffers["x2"]))
+
+    def add_experts(self, ops, moe: nn.Module, x: str | None, norm: nn.Module) -> None:
+        """expert_out = experts(norm(x)), sorted by expert"""
+        if self.has_latent:
+            ops.linear("ffn.to_latent", x, "latent", norm)
+            x, norm = "latent", None
+        ops.linear("ffn.experts.gate_up", x, "expert_hidden", norm, rows=self.n_active,
+                   gather_rows=ops.buffers["order"].view(torch.int32), expert_ends=self.ends,
+                   **up_options(moe.activation, is_gated(moe)))
+        ops.linear("ffn.experts.down", "expert_hidden", "expert_out", rows=self.n_active,
+                   expert_ends=self.ends)
+
+    def add_sum_of_latents(self, ops, moe: nn.Module, x: str | None) -> None:
+        """x2 = x1 + post(from_latent(weighted sum) + shared expert)"""
+        buffers, has_shared = ops.buffers, shared_expert_of(moe) is not None
+        ops.add_per_row(native.Combine(
+            kind=native.COMBINE, D=ops.layer.linears["ffn.to_latent"].shape[0], A=self.n_active,
+            factor=1.0, y=buffers["expert_out"], prob=buffers["prob"],
+            sorted_row=buffers["place"].view(torch.int32), out=buffers["latent_out"]))
+        branch = "x1", "x2", moe, post_norm_of(ops.module, "ffn")
+        ops.branch("ffn.from_latent", "latent_out", *branch, part="first" if has_shared else "only")
+        if has_shared:
+            ops.linear(f"ffn.{self.shared_up}", x, "shared_hidden", ops.module.ffn_norm,
+                       **options_of(moe.shared))
+            ops.branch("ffn.shared.down", "shared_hidden", *branch, part="last")
 
     def add_routing(self, ops, moe: nn.Module) -> None:
         buffers, router = ops.buffers, dict(n_group=1, topk_group=1, group_top=2, routed_scale=1.0)
@@ -174,9 +229,9 @@ def shared_gate_of(moe: nn.Module) -> nn.Module | None:
     return getattr(moe, "shared_expert_gate", None)
 
 
-def expert_up_options(moe: nn.Module) -> dict:
-    name = next(name for name, f in GATED.items() if f is moe.activation)
-    return dict(activation=native.ACTIVATIONS[name], gated=True)
+def has_latent(moe: nn.Module) -> bool:
+    """Are the experts' input and output narrower than the model?"""
+    return isinstance(moe, UngatedMoE) and not isinstance(moe.to_latent, nn.Identity)
 
 
 def factor_of(post: nn.Module) -> float:
@@ -184,6 +239,8 @@ def factor_of(post: nn.Module) -> float:
 
 
 def feed_forward_of(layer: nn.Module) -> type:
+    if isinstance(layer.ffn, NoBranch):
+        return NoFeedForward
     return MoEFeedForward if isinstance(layer.ffn, MoE) else DenseFeedForward
 
 
@@ -198,7 +255,8 @@ class LayerEnd:
     @staticmethod
     def supports(layer: nn.Module) -> bool:
         end = layer.end
-        return (getattr(end, "gate", None) is not None and end.activation in GATED.values()
+        return (getattr(end, "gate", None) is not None
+                and native_activation(end.activation, True) is not None
                 and supports_linear(end.gate) and supports_linear(end.down)
                 and supports_norm(end.norm))
 
@@ -207,7 +265,7 @@ class LayerEnd:
 
     def add_to(self, ops) -> None:
         end = ops.module.end
-        activation = next(name for name, f in GATED.items() if f is end.activation)
+        activation = native_activation(end.activation, True)
         ops.op_with_multiplier = ops.linear("end.gate", "x2", "end_hidden",
                                     activation=native.ACTIVATIONS[activation])
         ops.linear("end.down", "end_hidden", "branch_out")

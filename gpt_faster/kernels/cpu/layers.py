@@ -209,15 +209,22 @@ class Operations:
         return op
 
     def branch(self, name: str, y: str, x: str | None, out: str, module: nn.Module,
-               post: nn.Module) -> None:
-        """out = x + post(linear(y)), the end of a residual branch. x None: the layer's input."""
+               post: nn.Module, part: str = "only") -> None:
+        """out = x + post(linear(y)), the end of a residual branch. x None: the layer's input.
+
+        part: "first", then "last": two calls, whose linears are added before post.
+        """
         if not shared_by(module) and isinstance(post, nn.Identity | Scale):
+            x = out if part == "last" else x
             op = self.linear(name, y, out, residual=self.buffers.get(x))
             op.factor = factor_of(post)
             if x is None:
                 self.ops_with_residual_x.append(op)
             return
-        self.linear(name, y, "branch_out")
+        self.linear(name, y, "branch_out",
+                    residual=self.buffers["branch_out"] if part == "last" else None)
+        if part == "first":
+            return
         if shared_by(module):
             self.steps.append(lambda *_: self.sum_over_ranks(module))
         self.add_norm(x, out, post)
@@ -231,6 +238,15 @@ class Operations:
             out=self.buffers[out])
         self.add_per_row(op)
         if x is None:
+            self.ops_with_residual_x.append(op)
+
+    def add_copy(self, x: str | None, out: str) -> None:
+        """out = x, of a missing branch. x None: the layer's input."""
+        op = native.AddNorm(kind=native.ADD_NORM, D=self.dim, factor=0.0, x=self.buffers.get(x),
+                            residual=self.buffers.get(x), out=self.buffers[out])
+        self.add_per_row(op)
+        if x is None:
+            self.ops_with_input_x.append(op)
             self.ops_with_residual_x.append(op)
 
     # - Eager steps, in the model's dtype
@@ -287,7 +303,9 @@ class Operations:
 
 
 def cache_owner(attn: nn.Module) -> nn.Module:
-    """The module whose KV cache attn reads: itself, or an earlier layer's attention."""
+    """The module whose cache attn reads: itself, or an earlier layer's attention. install_layers()
+    sets it for a layer without attention, which asks only whether the call has a cache.
+    """
     return attn.source[0] if isinstance(attn, SharedAttention) else attn
 
 
@@ -499,14 +517,18 @@ def uninstall_experts(model: nn.Module) -> None:
 def install_layers(model: nn.Module, guard: GuardedForward, unmodified: list[tuple[str, ...]],
                    found: Modifications) -> None:
     """unmodified: the sublayers of each layer that were not modified. A layer with none keeps its
-    forward, and so does one without attention, whose cache the operations would look for.
+    forward.
     """
     layers = [OperationsLayer(guard, layer, supported_sublayers(layer, sublayers), model.cfg)
-              if sublayers and is_block(layer) and not isinstance(layer.attn, NoBranch) else None
+              if sublayers and is_block(layer) else None
               for layer, sublayers in zip(model.layers, unmodified)]
     installed = [layer for layer in layers if layer]
     if not installed:
         return
+    with_cache = [layer for layer in installed if not isinstance(layer.owner, NoBranch)]
+    for layer in installed:
+        if isinstance(layer.owner, NoBranch) and with_cache:
+            layer.owner = with_cache[0].owner
     widths, decode_widths = zip(*(layer.buffer_widths() for layer in installed))
     call = CallState(max_widths(widths), max_widths(decode_widths), model.dtype)
     for before, layer, after in zip([None, *layers], layers, [*layers[1:], None]):

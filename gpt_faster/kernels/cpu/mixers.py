@@ -1,4 +1,5 @@
-"""Token mixers as operations: attention, latent attention, gated DeltaNet, short convolutions.
+"""Token mixers as operations: attention, latent attention, gated DeltaNet, Mamba-2, short
+convolutions.
 
 supports() checks whether a layer's mixer has only modules that the operations implement;
 decode_only and max_tokens limit the calls that use them; add_to() adds the operations to a layer's
@@ -14,9 +15,10 @@ from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import supports_head_matrices
 from gpt_faster.kernels.cpu.linears import norm_struct, supports_linear, supports_norm
 from gpt_faster.layers.attention import VariantAttention
-from gpt_faster.layers.block import post_norm_of
+from gpt_faster.layers.block import NoBranch, post_norm_of
 from gpt_faster.layers.delta import DeltaNet
 from gpt_faster.layers.latent import LatentAttention, PaddedSDPA
+from gpt_faster.layers.mamba import AttentionWithMamba, GroupNorm, Mamba
 from gpt_faster.layers.norms import SoftCap, WideNorm
 from gpt_faster.layers.shared_kv import SharedAttention
 from gpt_faster.layers.short_conv import ShortConvolution
@@ -54,12 +56,15 @@ class AttentionMixer:
         return widths | {"attended": dims_of("wo")[0]}
 
     def add_to(self, ops) -> None:
-        attn, norm = ops.module.attn, ops.module.attn_norm
-        for name in self.input_linears:
-            ops.linear(f"attn.{name}", None, name, norm)
-        ops.add_with_positions(self.operation(attn, ops.buffers))
-        ops.branch("attn.wo", "attended", None, "x1", attn,
+        self.add_inner(ops)
+        ops.branch("attn.wo", "attended", None, "x1", ops.module.attn,
                    post_norm_of(ops.module, "attn"))
+
+    def add_inner(self, ops) -> None:
+        """All but the output projection and what follows it."""
+        for name in self.input_linears:
+            ops.linear(f"attn.{name}", None, name, ops.module.attn_norm)
+        ops.add_with_positions(self.operation(ops.module.attn, ops.buffers))
 
     def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.Attention:
         """buffers: by the linears' names, and "attended"."""
@@ -158,7 +163,7 @@ class DeltaMixer:
     def supports(layer: nn.Module) -> bool:
         attn = layer.attn
         linears = attn.qkv, attn.gate, attn.rates, attn.wo
-        lanes = native.panel_width() // 2
+        lanes = native.n_lane()
         is_aligned = attn.shape.k_dim % lanes == 0 and attn.shape.v_dim % (2 * lanes) == 0
         norms = layer.attn_norm, post_norm_of(layer, "attn")
         return (is_aligned and attn.shape.n_tap <= native.MAX_TAPS and attn.shape.beta_scale == 1
@@ -166,6 +171,7 @@ class DeltaMixer:
 
     buffer_widths = AttentionMixer.buffer_widths
     add_to = AttentionMixer.add_to
+    add_inner = AttentionMixer.add_inner
 
     def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.Delta:
         shape, cache = attn.shape, attn.cache
@@ -177,6 +183,107 @@ class DeltaMixer:
             decay_rate=attn.decay_rate, decay_bias=attn.decay_bias, x=buffers["qkv"],
             z=buffers["gate"], rates=buffers["rates"], states=cache.states, inputs=cache.inputs,
             out=buffers["attended"])
+
+
+class MambaMixer:
+    """Mamba-2: a short convolution, a state per head, a gated norm over each group's heads."""
+
+    decode_only = False
+
+    def __init__(self, layer: nn.Module, where: str = "attn"):
+        """where: the Mamba module's name in the layer."""
+        self.where, self.rope_half = where, None
+        mamba = layer.get_submodule(where)
+        prefix = where.removeprefix("attn").lstrip(".")
+        self.linears = [f"{prefix}.{name}".lstrip(".") for name in ("qkv", "gate", "decay", "wo")]
+        self.is_norm_sharded = "mean_square" in vars(mamba.norm)   # summed over ranks, by tp.py
+        store_transposed(mamba.conv)
+
+    @staticmethod
+    def supports(layer: nn.Module, where: str = "attn") -> bool:
+        mamba = layer.get_submodule(where)
+        shape, norm = mamba.shape, mamba.norm
+        is_aligned = shape.head_dim % native.n_lane() == shape.state_dim % native.n_lane() == 0
+        if not is_aligned or shape.n_tap > native.MAX_TAPS:
+            return False
+        if type(norm) not in (GroupNorm, nn.Identity):
+            return False
+        if "mean_square" in vars(norm) and shape.norm_first:
+            return False
+        linears = mamba.qkv, mamba.gate, mamba.decay, mamba.wo
+        norms = layer.attn_norm, post_norm_of(layer, "attn")
+        return all(map(supports_norm, norms)) and all(map(supports_linear, linears))
+
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        *inputs, output = self.linears
+        widths = {name.rpartition(".")[2]: dims_of(name)[1] for name in inputs}
+        width = dims_of(output)[0]
+        return widths | {"attended": width} | ({"gated": width} if self.is_norm_sharded else {})
+
+    def add_to(self, ops) -> None:
+        self.add_inner(ops)
+        ops.branch("attn.wo", "attended", None, "x1", ops.module.attn,
+                   post_norm_of(ops.module, "attn"))
+
+    def add_inner(self, ops) -> None:
+        """All but the output projection and what follows it."""
+        mamba = ops.module.get_submodule(self.where)
+        for name in ("qkv", "gate", "decay"):
+            ops.linear(f"{self.where}.{name}", None, name, ops.module.attn_norm)
+        ops.add_with_positions(self.operation(mamba, ops.buffers))
+        if self.is_norm_sharded:
+            ops.steps.append(lambda *_: normalize_over_ranks(mamba.norm, ops))
+
+    def operation(self, mamba: nn.Module, buffers: dict[str, Tensor]) -> native.Mamba:
+        shape, cache = mamba.shape, mamba.cache
+        norm, out = native.Norm(), buffers["attended"]
+        if self.is_norm_sharded:
+            out = buffers["gated"]
+        elif shape.norm:
+            norm = native.Norm(kind=1, eps=mamba.norm.eps, weight=mamba.norm.weight)
+        return native.Mamba(
+            kind=native.MAMBA, Nk=shape.n_group, N=shape.n_head, Dk=shape.state_dim,
+            Dv=shape.head_dim, n_tap=shape.n_tap, n_state=cache.states.shape[1],
+            n_input=cache.inputs.shape[1], n_row=len(cache.inputs), norm_first=shape.norm_first,
+            min_step=shape.min_step, max_step=shape.max_step, norm=norm, taps=mamba.conv.T,
+            conv_bias=mamba.conv_bias, decay_rate=mamba.decay_rate, decay_bias=mamba.decay_bias,
+            skip=mamba.skip, x=buffers["qkv"], z=buffers["gate"], steps=buffers["decay"],
+            states=cache.states, inputs=cache.inputs, out=out)
+
+
+def normalize_over_ranks(norm: GroupNorm, ops) -> None:
+    """attended = norm(gated): the heads of a group are on several ranks."""
+    shape = ops.shape.numel(), len(norm.weight)
+    gated, attended = (ops.buffers[name][:shape[0] * shape[1]].view(shape)
+                       for name in ("gated", "attended"))
+    attended.copy_(norm(gated))
+
+
+class AttentionAndMambaMixer:
+    """Attention and Mamba-2 with the same input (Falcon-H1). The buffers are used by one, then by
+    the other."""
+
+    decode_only = False
+
+    def __init__(self, layer: nn.Module):
+        self.attention, self.mamba = AttentionMixer(layer), MambaMixer(layer, "attn.mamba")
+        self.linears = [*self.attention.linears, *self.mamba.linears]
+        self.rope_half = self.attention.rope_half
+
+    @staticmethod
+    def supports(layer: nn.Module) -> bool:
+        return AttentionMixer.supports(layer) and MambaMixer.supports(layer, "attn.mamba")
+
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        ours, theirs = (part.buffer_widths(dims_of) for part in (self.attention, self.mamba))
+        return ours | theirs | {"attended": max(ours["attended"], theirs["attended"])}
+
+    def add_to(self, ops) -> None:
+        output = None, "x1", ops.module.attn, post_norm_of(ops.module, "attn")
+        self.mamba.add_inner(ops)
+        ops.branch("attn.mamba.wo", "attended", *output, part="first")
+        self.attention.add_inner(ops)
+        ops.branch("attn.wo", "attended", *output, part="last")
 
 
 class ShortConvMixer:
@@ -197,6 +304,7 @@ class ShortConvMixer:
 
     buffer_widths = AttentionMixer.buffer_widths
     add_to = AttentionMixer.add_to
+    add_inner = AttentionMixer.add_inner
 
     def operation(self, attn: nn.Module, buffers: dict[str, Tensor]) -> native.ShortConv:
         inputs = attn.cache.inputs
@@ -221,6 +329,25 @@ def store_transposed(taps: nn.Parameter) -> None:
 
 
 class NoMixer:
+    """Of a layer without attention or the like (Nemotron-H): x1 = x."""
+
+    decode_only, rope_half = False, None
+
+    def __init__(self, layer: nn.Module):
+        self.linears = []
+
+    @staticmethod
+    def supports(layer: nn.Module) -> bool:
+        return True
+
+    def buffer_widths(self, dims_of) -> dict[str, int]:
+        return {}
+
+    def add_to(self, ops) -> None:
+        ops.add_copy(None, "x1")
+
+
+class EagerMixer:
     """Of an attn that runs in PyTorch."""
 
     @staticmethod
@@ -229,7 +356,8 @@ class NoMixer:
 
 
 MIXERS = {**dict.fromkeys((Attention, VariantAttention, SharedAttention), AttentionMixer),
-          DeltaNet: DeltaMixer, LatentAttention: LatentMixer, ShortConvolution: ShortConvMixer}
+          DeltaNet: DeltaMixer, LatentAttention: LatentMixer, ShortConvolution: ShortConvMixer,
+          Mamba: MambaMixer, AttentionWithMamba: AttentionAndMambaMixer, NoBranch: NoMixer}
 
 
 def mixer_of(layer: nn.Module) -> type:
@@ -237,4 +365,4 @@ def mixer_of(layer: nn.Module) -> type:
 
     By the exact class: a subclass in layers/ may compute something else.
     """
-    return MIXERS.get(type(layer.attn), NoMixer)
+    return MIXERS.get(type(layer.attn), EagerMixer)

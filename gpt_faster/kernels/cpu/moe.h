@@ -90,7 +90,7 @@ static void route(const Route& op, Phase* phase) {
 
 // out [M, D] = residual + factor * post_norm(norm(sum of prob * y) + sigmoid(gate) *
 // shared_norm(shared)), with y the experts' outputs, sorted by expert, and shared the shared
-// expert's
+// expert's. Without residual: the post_norm alone
 struct Combine {
   int32_t kind, M, D, A, out_type, residual_type;
   float factor;
@@ -98,7 +98,7 @@ struct Combine {
   const float *y, *prob;                       // [M A, D], [M, A]
   const int32_t* sorted_row;                   // [M, A], of y
   const float *shared, *gate;                  // [M, D], [M], or null
-  const void* residual;
+  const void* residual;                        // or null
   void* out;
 };
 
@@ -120,8 +120,10 @@ static void combine(const Combine& op, Phase* phase) {
       for (int i = 0; i < op.D; i++) sum[i] += gate * other[i];
     }
     normalize(op.post_norm, op.D, sum);
-    read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, other);
-    for (int i = 0; i < op.D; i++) sum[i] = other[i] + op.factor * sum[i];
+    if (op.residual) {
+      read_floats(op.residual, op.residual_type, (long)m * op.D, op.D, other);
+      for (int i = 0; i < op.D; i++) sum[i] = other[i] + op.factor * sum[i];
+    }
     write_floats(sum, op.D, op.out, op.out_type, (long)m * op.D);
   });
 }

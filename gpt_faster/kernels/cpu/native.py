@@ -37,8 +37,8 @@ FP32, BF16, INT8, INT4, FP8 = range(5)             # of weights and caches, the 
 CACHE_TYPES = {**TYPES, torch.int8: INT8, torch.uint8: INT4, torch.float8_e4m3fn: FP8}
 CACHE_GROUP = 32                                   # values with one scale: GROUP of simd.h
 (LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE,
- SHORT_CONV, DRAW, RECORD) = range(13)              # enum OpKind of run.cpp
-MAX_TAPS = 8                                       # of DeltaNet's convolution; also in delta.h
+ SHORT_CONV, DRAW, RECORD, MAMBA) = range(14)       # enum OpKind of run.cpp
+MAX_TAPS = 8                                       # of DeltaNet and Mamba; also in recurrent.h
 OUT_OF_RANGE = 1                                   # enum Result of run.cpp
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "relu2": 5}
 
@@ -273,7 +273,15 @@ class Attention(Struct):
 class Delta(Struct):
     _fields_ = fields(
         "kind B T Nk N Dk Dv n_tap n_state n_input n_row input_type out_type", ("q_scale", c_float),
-        ("norm", Norm), "positions taps decay_rate decay_bias x z rates states inputs out")
+        ("norm", Norm),
+        "positions taps conv_bias decay_rate decay_bias x z rates states inputs out")
+
+
+class Mamba(Struct):
+    _fields_ = fields(
+        "kind B T Nk N Dk Dv n_tap n_state n_input n_row input_type out_type norm_first",
+        ("min_step", c_float), ("max_step", c_float), ("norm", Norm),
+        "positions taps conv_bias decay_rate decay_bias skip x z steps states inputs out")
 
 
 class ShortConv(Struct):
@@ -326,8 +334,8 @@ class Record(Struct):
     _fields_ = fields("kind B T D S n_row x_type states_type", "positions x states")
 
 
-STRUCTS = (Norm, Cache, Linear, Positions, Attention, Delta, ShortConv, Latent, Route, Combine,
-           AddNorm, Embed, RopeTable, Mask, Draw, Record)
+STRUCTS = (Norm, Cache, Linear, Positions, Attention, Delta, Mamba, ShortConv, Latent, Route,
+           Combine, AddNorm, Embed, RopeTable, Mask, Draw, Record)
 
 
 class Field(Structure):
@@ -392,6 +400,11 @@ def run(addresses: list[int], n_thread: int | None = None) -> None:
 def panel_width() -> int:
     """Outputs of a packed weight panel: NR of simd.h."""
     return library().panel_width()
+
+
+def n_lane() -> int:
+    """32-bit lanes of a vector: LANES of simd.h."""
+    return panel_width() // 2
 
 
 def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> tuple:

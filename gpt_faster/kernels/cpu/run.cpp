@@ -24,7 +24,7 @@
 enum Result { DONE, OUT_OF_RANGE, FAILED };
 enum OpKind {
   LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE, SHORT_CONV,
-  DRAW, RECORD
+  DRAW, RECORD, MAMBA
 };
 
 extern "C" int panel_width() { return NR; }
@@ -51,10 +51,8 @@ static size_t shared_scratch_size(const int32_t* op, int n_thread) {      // in 
     const Linear& linear = *(const Linear*)op;
     return Activations::n_float(total_rows(linear), round_up(linear.K, GROUP));
   }
-  if (*op == DELTA) {
-    const Delta& delta = *(const Delta*)op;
-    return (size_t)delta.B * delta.T * n_channels(delta);
-  }
+  if (*op == DELTA) return convolution_size(*(const Delta*)op);
+  if (*op == MAMBA) return convolution_size(*(const Mamba*)op);
   if (*op != ATTENTION) return 0;
   AttentionPlan plan(*(const Attention*)op, n_thread);
   return plan.state_size * (plan.n_split > 1 ? plan.n_block * plan.n_split : n_thread);
@@ -65,6 +63,7 @@ static bool is_within_bounds(const int32_t* op) {
   if (*op == LATENT) return is_within_cache(*(const Latent*)op);
   if (*op == RECORD) return is_within_cache(*(const Record*)op);
   if (*op == DELTA) return is_within_ring(*(const Delta*)op);
+  if (*op == MAMBA) return is_within_ring(*(const Mamba*)op);
   if (*op == SHORT_CONV) return is_within_ring(*(const ShortConv*)op);
   return *op != EMBED || is_within_vocab(*(const Embed*)op);
 }
@@ -76,6 +75,7 @@ static void run_op(const int32_t* op, Phase* phase, int n_thread) {
   else if (*op == EMBED) embed(*(const Embed*)op, phase);
   else if (*op == ROPE_TABLE) rope_table(*(const RopeTable*)op, phase);
   else if (*op == DELTA) delta(*(const Delta*)op, phase);
+  else if (*op == MAMBA) mamba(*(const Mamba*)op, phase);
   else if (*op == SHORT_CONV) short_conv(*(const ShortConv*)op, phase);
   else if (*op == LATENT) latent(*(const Latent*)op, phase);
   else if (*op == ROUTE) route(*(const Route*)op, phase);
