@@ -42,6 +42,8 @@ IDS = dict(bos_token_id=1, eos_token_id=2)
 PADDED = dict(IDS, pad_token_id=0)
 NEMOTRON = dict({k: v for k, v in SIZE.items() if k not in ("num_hidden_layers", "rms_norm_eps")}, head_dim=24, ssm_state_size=16,
                 mamba_num_heads=8, mamba_head_dim=16, n_groups=4, **PADDED)
+ALONE = dict(hidden_size=64, num_hidden_layers=4, vocab_size=160, **PADDED)
+JAMBA = dict(mamba_d_state=8, num_experts_per_tok=2, **PADDED)
 GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
 GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=160, **IDS)
@@ -271,6 +273,16 @@ FAMILIES = {
     "nemotron_h-latent": lambda: hf.NemotronHConfig(
         **NEMOTRON, **MOE, layers_block_type=["mlp", "linear_attention", "moe", "full_attention", "moe"], n_routed_experts=8,
         moe_shared_expert_intermediate_size=64, moe_latent_size=32),
+    "mamba": lambda: hf.MambaConfig(**ALONE, state_size=8),
+    "mamba-biased": lambda: hf.MambaConfig(**ALONE, state_size=8, use_bias=True, use_conv_bias=False, time_step_rank=5, conv_kernel=3,
+                                           tie_word_embeddings=False),
+    "falcon_mamba": lambda: hf.FalconMambaConfig(**ALONE, state_size=8, time_step_rank=12, mixer_rms_eps=1e-3),
+    "mamba2": lambda: hf.Mamba2Config(**ALONE, state_size=16, num_heads=8, head_dim=16, n_groups=4),
+    "mamba2-one_group": lambda: hf.Mamba2Config(**ALONE, state_size=16, num_heads=4, head_dim=32, n_groups=1, use_bias=True, use_conv_bias=False,
+                                                time_step_limit=(0.1, 1.5), tie_word_embeddings=True),
+    "jamba": lambda: hf.JambaConfig(**SIZE, **JAMBA, num_experts=4, attn_layer_period=3, attn_layer_offset=1),
+    "jamba-dense": lambda: hf.JambaConfig(**SIZE, **JAMBA, num_experts=1, attn_layer_period=2, attn_layer_offset=0, mamba_proj_bias=True,
+                                          mamba_dt_rank=6, mamba_conv_bias=False),
     "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
                                                                   num_experts_per_tok=2, position_embedding_type="rope"),
     "muse_glimmer": lambda: hf.MuseGlimmerConfig(
@@ -322,7 +334,8 @@ FAMILIES = {
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
          "smollm3", "glm4_moe", "gemma4", "gemma4-26b", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long",
-         "deepseek_v2", "qwen3_5_text", "lfm2", "kolibri1", "laguna", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h-latent")
+         "deepseek_v2", "qwen3_5_text", "lfm2", "kolibri1", "laguna", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h-latent",
+         "falcon_mamba", "jamba")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
@@ -343,6 +356,8 @@ MODELS = {                                                 # for docs/models.md:
     "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
     "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0: micro, 1b, 350m; H: micro, tiny, small", "bamba": "Bamba 9B",
     "nemotron_h": "Nemotron-H, Nemotron Nano 9B v2, Nemotron 3 Nano, Super", "falcon_h1": "Falcon-H1 0.5B to 34B",
+    "mamba": "Mamba 130M to 2.8B", "falcon_mamba": "Falcon Mamba 7B", "mamba2": "Mamba-2 130M to 2.7B, Mamba-Codestral 7B",
+    "jamba": "Jamba v0.1, 1.5 Mini, 1.5 Large, Reasoning 3B",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",

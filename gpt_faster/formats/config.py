@@ -42,6 +42,7 @@ from gpt_faster.formats.known_keys import (
 )
 from gpt_faster.formats.other_kinds import missing_feature
 from gpt_faster.formats.schema import check_config, check_keys
+from gpt_faster.formats.state_spaces import as_transformers
 from gpt_faster.layers.block import Widths
 from gpt_faster.layers.feed_forward import GATED, UNGATED
 from gpt_faster.layers.latent import Latent
@@ -62,7 +63,7 @@ def config_from_hf(c: dict, path: Path | None = None) -> tuple[ModelConfig, dict
     have. None: the keys come from another format.
     -> the ModelConfig, and config.json with the family's defaults filled in (fold.py needs it).
     """
-    family, c = _resolve_family(c, path)
+    family, c = _resolve_family(as_transformers(c), path)
     _check_supported(c, family)
     facts = {**sizes(c), **biases(c), **_scales(c, family),
              "layer_norm": bool(c.get("has_layer_norm", False)),

@@ -5,9 +5,10 @@ tests/test_kinds.py, which names new ones. Data only.
 """
 
 OTHER_KINDS = {
-    "state-space layers (Mamba, RWKV)":
-        "mamba mamba2 falcon_mamba rwkv jamba zamba zamba2 plamo2 "
-        "recurrent_gemma xlstm",
+    "transformer blocks that several layers share, with an adapter for each use":
+        "zamba zamba2",
+    "another kind of recurrent layers than Mamba":
+        "rwkv plamo2 recurrent_gemma xlstm",
     "gated DeltaNet or other linear attention":
         "qwen4_exp qwen4_exp_text kimi_linear minimax bailing_hybrid glm5_next_text",
     "sparse latent attention (an indexer) or another variant of it":

@@ -19,6 +19,7 @@ from gpt_faster.layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
 from gpt_faster.layers.feed_forward import FeedForwardVariant
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
+from gpt_faster.layers.mamba1 import Mamba1
 from gpt_faster.layers.moe import MoEVariant, moe_from_fields
 from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from gpt_faster.layers.norms import LogitCap, NormVariant
@@ -30,8 +31,8 @@ from model import ModelConfig
 
 PARTS = {kind.kind: kind for kind in (
     AttentionAndMamba, AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant,
-    GatedDelta, Latent, LearnedPositions, LogitCap, Mamba2, NormVariant, PerLayer, SharedKV,
-    ShortConv)}
+    GatedDelta, Latent, LearnedPositions, LogitCap, Mamba1, Mamba2, NormVariant, PerLayer,
+    SharedKV, ShortConv)}
 
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
