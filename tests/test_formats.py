@@ -117,10 +117,11 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe"}
 ARCHITECTURES |= {"lfm2-plain": "lfm2", "lfm2_moe": "lfm2moe"}
 ARCHITECTURES |= {"granitemoehybrid-mamba": "granitehybrid", "bamba": "granitehybrid", "falcon_h1": "falcon-h1", "falcon_h1-norm": "falcon-h1",
-                  "nemotron_h": "nemotron_h", "nemotron_h-experts": "nemotron_h_moe", "nemotron_h-latent": "nemotron_h_moe"}
+                  "nemotron_h": "nemotron_h", "nemotron_h-experts": "nemotron_h_moe", "nemotron_h-latent": "nemotron_h_moe",
+                  "mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2", "jamba": "jamba", "jamba-dense": "jamba"}
 # tokenizer.ggml.pre as the converter writes it: by its get_vocab_base_pre(), or as the families' published GGUFs have it.
 PRE = {pre: names.split() for pre, names in {
-    "llama-bpe": "llama3 arcee bamba", "smaug-bpe": "smollm3", "lfm2": "lfm2-plain lfm2_moe", "dbrx": "olmo2 granitemoehybrid granitemoehybrid-mamba",
+    "llama-bpe": "llama3 arcee bamba", "default": "falcon_mamba", "smaug-bpe": "smollm3", "lfm2": "lfm2-plain lfm2_moe", "dbrx": "olmo2 granitemoehybrid granitemoehybrid-mamba",
     "falcon-h1": "falcon_h1 falcon_h1-norm", "pixtral": "nemotron_h nemotron_h-experts nemotron_h-latent",
     "qwen2": "qwen2 qwen2-yarn qwen3 qwen2_moe qwen3_moe qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_next dots1",
     "qwen35": "qwen3_5_text qwen3_5 qwen3_5_moe", "tekken": "mistral-nemo mistral3 ministral3-long mistral4 apertus",
@@ -128,14 +129,15 @@ PRE = {pre: names.split() for pre, names in {
     "hunyuan": "hunyuan_v1_moe", "hunyuan-dense": "hunyuan_v1_dense", "deepseek-llm": "deepseek_v2 deepseek_v2-lite",
     "deepseek-v3": "deepseek_v3", "kimi-k2": "kimi_k25", "youtu": "youtu", "exaone4": "exaone4 exaone4-full", "exaone-moe": "exaone_moe",
     "mellum2": "mellum", "starcoder": "starcoder2", "refact": "gpt_bigcode granite granitemoe granitemoeshared", "command-r": "cohere cohere-plus cohere2",
-    "olmo": "olmo olmoe gpt_neox gpt_neox-sequential stablelm stablelm-parallel", "stablelm2": "stablelm-norms", "mpt": "mpt", "gpt-2": "gpt2",
+    "olmo": "mamba mamba2 olmo olmoe gpt_neox gpt_neox-sequential stablelm stablelm-parallel", "stablelm2": "stablelm-norms", "mpt": "mpt", "gpt-2": "gpt2",
     "phi-2": "phi", "falcon": "falcon falcon-new falcon-one_norm", "bloom": "bloom", "jais-2": "jais2", "afmoe": "afmoe"}.items()}
 SENTENCEPIECE = ("llama2 llama-biased mistral-window mixtral gemma gemma2 gemma3_text phi3 phi3-longrope internlm3 ernie4_5 ernie4_5_moe nemotron "
-                 "minicpm3").split()
+                 "minicpm3 jamba jamba-dense").split()
 NO_TOKENIZER = ["iquestcoder", "muse_glimmer"]             # what a converter writes for them is not known here
 LATENT = ("deepseek2", "minicpm3", "mistral4")
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
-MAMBA = ("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe")
+MAMBA = ("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "mamba2")
+MAMBA_ALONE = ("mamba", "mamba2")
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "olmo", "mistral3", "muse-glimmer", "granitehybrid")
 BY_GROUP = ("gptneox", "bloom", "falcon")                  # which the converter undoes
 KEYS = {                                                   # after the architecture's name: config attribute
@@ -176,7 +178,30 @@ def old_latent_keys(c):
             "attention.key_length": c.qk_nope_head_dim + c.qk_rope_head_dim}
 
 
+def mamba1_keys(c):
+    return {"ssm.inner_size": 2 * c.hidden_size, "ssm.conv_kernel": getattr(c, "mamba_d_conv", None) or c.conv_kernel,
+            "ssm.state_size": getattr(c, "mamba_d_state", None) or c.state_size,
+            "ssm.time_step_rank": getattr(c, "mamba_dt_rank", None) or c.time_step_rank}
+
+
+def alone_keys(c):
+    """Zeros for what they have not, and any length."""
+    keys = mamba1_keys(c) if "falcon" in c.model_type or c.model_type == "mamba" else {
+        "ssm.inner_size": 2 * c.hidden_size, "ssm.conv_kernel": c.conv_kernel, "ssm.state_size": c.state_size,
+        "ssm.time_step_rank": c.num_heads, "ssm.group_count": c.n_groups}
+    return keys | {"context_length": 1 << 20, "feed_forward_length": 0, "attention.head_count": 0,
+                   "attention.layer_norm_rms_epsilon": c.layer_norm_epsilon, "attention.layer_norm_epsilon": None,
+                   "ssm.dt_b_c_rms": c.model_type == "falcon_mamba"}
+
+
+def jamba_keys(c):
+    return mamba1_keys(c) | {"attention.head_count_kv": [
+        c.num_key_value_heads if kind == "attention" else 0 for kind in c.layers_block_type]}
+
+
 def mamba_keys(c):
+    if c.model_type == "mamba2":
+        return alone_keys(c)
     n_head = getattr(c, "mamba_n_heads", None) or c.mamba_num_heads
     inner = getattr(c, "mamba_d_ssm", None) or n_head * (getattr(c, "mamba_d_head", None) or c.mamba_head_dim)
     return {"ssm.inner_size": inner, "ssm.time_step_rank": n_head, "ssm.conv_kernel": getattr(c, "mamba_d_conv", None) or c.conv_kernel,
@@ -235,6 +260,7 @@ OTHER_KEYS = {                                             # what a converter wr
         "ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim, "ssm.group_count": c.linear_num_key_heads,
         "ssm.time_step_rank": c.linear_num_value_heads, "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
         "full_attention_interval": 4, **({"nextn_predict_layers": 1, "block_count": 5} if getattr(c, "num_mtp_layers", 0) else {})}),
+    "mamba": alone_keys, "mamba2": alone_keys, "jamba": jamba_keys,
     "granitehybrid": granite_hybrid_keys, "falcon-h1": lambda c: mamba_keys(c) | {"embedding_scale": None},
     "nemotron_h_moe": nemotron_h_keys, "nemotron_h": lambda c: nemotron_h_keys(c) | dict.fromkeys((
         "expert_used_count", "expert_feed_forward_length", "expert_shared_count", "expert_weights_scale", "expert_weights_norm",
@@ -254,6 +280,7 @@ INSTEAD = {                                                # HF's name where ggu
     "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",), "mlp.expert_bias": ("exp_probs_b.bias",),
     "mlp.router.gate.weight": ("ffn_gate_inp.weight",), "mlp.gate.wg.weight": ("ffn_gate_inp.weight",),
     "self_attn.gate_proj.weight": ("attn_gate.weight",), "self_attn.query_layernorm.weight": ("attn_q_norm.weight",),
+    "feed_forward.router.weight": ("ffn_gate_inp.weight",),
     "feed_forward.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "feed_forward.experts.down_proj": ("ffn_down_exps.weight",), "feed_forward.expert_bias": ("exp_probs_b.bias",),
     "mixer.experts.up_proj": ("ffn_up_exps.weight",), "mixer.experts.down_proj": ("ffn_down_exps.weight",),
@@ -327,6 +354,10 @@ def mamba_as_llama_cpp(name, t, arch, c):
     return name.replace("dt_bias", "dt_proj.bias"), t
 
 
+def mamba1_as_llama_cpp(name, t):
+    return name, -t.exp() if name.endswith("A_log") else t.squeeze() if "conv1d.weight" in name else t
+
+
 DELTA_INSTEAD = {f"linear_attn.{theirs}": (ours,) for theirs, ours in {
     "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight", "in_proj_a.weight": "ssm_alpha.weight",
     "in_proj_b.weight": "ssm_beta.weight", "in_proj_ba.weight": "ssm_ba.weight", "conv1d.weight": "ssm_conv1d.weight", "A_log": "ssm_a",
@@ -336,7 +367,8 @@ DELTA_INSTEAD = {f"linear_attn.{theirs}": (ours,) for theirs, ours in {
 def as_llama_cpp(model, arch, split_kv_b=True):
     """(name, tensor) as llama.cpp's converter writes them: split, permuted, transposed, norms of 1 + w."""
     c = getattr(model.config, "text_config", model.config)
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    n_head = getattr(c, "num_attention_heads", 1)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // n_head
     known = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
     younger = {"mistral4": known["deepseek2"], "mellum": known["dots1"], "muse-glimmer": known["gemma3"]}                      # than the package
     names = gguf.get_tensor_name_map(known.get(arch, younger.get(arch)), c.num_hidden_layers)
@@ -345,6 +377,8 @@ def as_llama_cpp(model, arch, split_kv_b=True):
         tensors = [pair for name, t in tensors for pair in delta_as_llama_cpp(name, t, arch, c)]
     if arch in MAMBA:
         tensors = [mamba_as_llama_cpp(name, t, arch, c) for name, t in tensors]
+    if arch in ("mamba", "jamba"):
+        tensors = [mamba1_as_llama_cpp(name, t) for name, t in tensors]
     for name, t in tensors:
         if name == "lm_head.weight" and is_tied(model) or "vis" in name or "projector" in name:
             continue
@@ -403,7 +437,8 @@ def as_llama_cpp(model, arch, split_kv_b=True):
 
 def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b=True, tokenizer_of=None):
     c, w = getattr(model.config, "text_config", model.config), gguf.GGUFWriter(str(path), arch)
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    n_head = getattr(c, "num_attention_heads", 1)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // n_head
     if arch in LATENT:
         head_dim = c.qk_rope_head_dim
     values = {key: getattr(c, attribute, None) for key, attribute in KEYS.items()} | OTHER_KEYS.get(arch, lambda c: {})(c)
@@ -421,7 +456,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
             add([getattr(layer.mlp.act_fn, alpha).item() for layer in model.model.layers])
     if arch == "exaone-moe":                               # its head that drafts, as a layer more
         w.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((4, 4), np.float32))
-    if head_dim != c.hidden_size // c.num_attention_heads and arch not in LATENT and "attention.key_length" not in values:
+    if head_dim != c.hidden_size // n_head and arch not in (*LATENT, *MAMBA_ALONE) and "attention.key_length" not in values:
         w.add_key_length(head_dim)
     n_expert = getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None)
     if n_expert and arch != "nemotron_h":
@@ -440,7 +475,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
         rope = rope["full_attention"]
     if rope.get("alpha"):                                  # the base that it makes
         rope = dict(rope_type="default", rope_theta=rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2)))
-    if arch not in ("gpt2", "bloom", "mpt", "starcoder"):
+    if arch not in ("gpt2", "bloom", "mpt", "starcoder", "jamba", *MAMBA_ALONE):
         w.add_rope_freq_base(rope["rope_theta"])
         w.add_rope_dimension_count(int(head_dim * (arch not in LATENT and rope.get("partial_rotary_factor") or 1)))
     if rope["rope_type"] in ("linear", "yarn"):
@@ -545,8 +580,10 @@ def test_gguf(families, name, tmp_path):
         model.config.text_config.rope_parameters["llama_4_scaling_beta"] = 0.0
     if name in ("falcon-new", "falcon-one_norm"):          # no key of another width, no bias
         model = variant(name, ffn_hidden_size=256, bias=False)
-    if name == "bamba":                                    # llama.cpp has no bias there
+    if name in ("bamba", "jamba-dense"):                   # llama.cpp has no bias there
         model = variant(name, mamba_proj_bias=False)
+    if name == "falcon_mamba":                             # no key of this
+        model = variant(name, mixer_rms_eps=1e-6)
     if name in ("qwen2_moe", "qwen3_moe"):                 # every layer is a mixture
         model = variant(name, mlp_only_layers=[], decoder_sparse_step=1)
     if ARCHITECTURES[name] in DELTA:                       # every fourth layer has full attention

@@ -434,7 +434,7 @@ def test_what_a_config_of_mamba1_may_not_say():
     [layer] = config_from_hf(base)[0].mixer
     assert (layer.width, layer.state_dim, layer.step_rank, layer.n_tap, layer.norm) == (128, 16, 4, 4, False)
     for change, message in ((dict(state_size=0), "'mamba_d_state' is 0"), (dict(conv_kernel=1), "a convolution of 1 is too small"),
-                            (dict(time_step_rank="all"), "'mamba_dt_rank' is 'all'"), (dict(hidden_act="relu"), "only silu"),
+                            (dict(time_step_rank="all"), "'mamba_dt_rank' is 'all'"), (dict(hidden_act="gelu_new"), "only silu"),
                             (dict(model_type="falcon_mamba", mixer_rms_eps="x"), "'mixer_rms_eps' is 'x'"),
                             (dict(model_type="jamba", intermediate_size=96, num_attention_heads=4, attn_layer_period=0), "'attn_layer_period' is 0"),
                             (dict(model_type="mamba2", num_heads=3, head_dim=64), "3 Mamba heads of 64 channels, expected 128")):

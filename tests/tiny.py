@@ -377,6 +377,25 @@ MODELS = {                                                 # for docs/models.md:
 }
 
 
+# What people run of it in 2026, the most downloaded first (stored pages of the Hub); a type that is not here: little.
+RUN_MOST = {
+    "llama": "Llama 3.1 8B, Llama 3.2 1B and 3B, Llama 3.3 70B, TinyLlama 1.1B", "mistral": "7B v0.3, Small 24B, Nemo 12B",
+    "mixtral": "8x7B", "qwen2": "Qwen2.5 0.5B to 72B, Coder 7B and 32B", "qwen3": "0.6B, 4B, 8B, 32B", "qwen3_moe": "30B-A3B, Coder 30B-A3B, 235B-A22B",
+    "qwen3_next": "Coder-Next 80B-A3B", "qwen3_5_text": "Qwen3.8-27B, Qwen3.6-27B, Qwen3.5 0.8B, 2B, 4B", "qwen3_5_moe_text": "Qwen3.6-35B-A3B",
+    "qwen3_vl_text": "2B, 4B, 8B", "qwen3_vl_moe_text": "30B-A3B", "qwen2_5_vl_text": "3B, 7B", "gemma2": "2B, 9B", "gemma3_text": "270M, 1B, 4B, 12B, 27B",
+    "gemma4_text": "26B-A4B, E4B, E2B, 31B", "gemma4_unified_text": "12B", "gpt_oss": "20b, 120b", "phi3": "Phi-4 14B, Phi-4-mini 3.8B",
+    "smollm3": "3B", "ministral3": "Ministral 3 3B, 8B, 14B; Devstral Small 2 24B", "muse_glimmer_text": "30B", "glm4_moe": "GLM-4.5-Air 106B-A12B",
+    "glm4_moe_lite": "GLM-4.7-Flash 30B-A3B", "minimax_m2": "230B-A10B", "deepseek_v2": "V2-Lite 16B-A2.4B", "deepseek_v3": "R1 and V3 671B-A37B, Kimi K2",
+    "lfm2": "LFM2.5-1.2B, 350M", "lfm2_moe": "8B-A1B", "granitemoehybrid": "H-tiny 7B-A1B, H-micro 3B, micro 3B, 350m",
+    "nemotron_h": "3 Nano 30B-A3B, Nano 9B v2, 3 Nano 4B, 3 Super 120B-A12B", "falcon_h1": "0.5B, 1.5B, 7B", "jamba": "Reasoning 3B",
+    "falcon_mamba": "7B", "mamba": "130M, 2.8B", "mamba2": "Codestral 7B, 130M", "seed_oss": "36B", "exaone4": "1.2B, 32B", "cohere2": "R7B, Command A 111B",
+    "ernie4_5_moe": "21B-A3B", "mistral4": "119B", "gpt2": "124M", "gpt_neox": "Pythia 70M to 12B", "gpt_neo": "TinyStories 1M to 33M", "starcoder2": "3B",
+    "olmo2": "1B, 7B", "olmoe": "1B-7B", "granite": "3.3 2B, 8B", "mellum": "12B-A2.5B", "afmoe": "Trinity Mini 26B-A3B", "apertus": "8B",
+    "hunyuan_v1_dense": "0.5B to 7B", "bloom": "560M", "opt": "125M", "phi": "Phi-2 2.7B",
+}
+RUN_HERE = {"llama": "SmolLM2-135M", "gemma3_text": "270M"}    # real weights; of all other types, random ones
+
+
 def make(name: str, seed: int = 0):
     """A transformers model with weights as large as trained ones, so that no error can hide."""
     torch.manual_seed(seed)

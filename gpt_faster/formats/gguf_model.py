@@ -210,7 +210,7 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
         raise ValueError("Olmo 3 GGUF files are not supported: use the original model")
     c["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm",
                                        arch not in ("qwen2moe", "olmoe", "deepseek2",
-                                                    "mistral4"))
+                                                    "mistral4", "jamba"))
     if arch in ("gemma2", "gemma3"):               # as llama.cpp: only the 27B differs
         large = c.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
         c["query_pre_attn_scalar"] = (c["hidden_size"] // c["num_attention_heads"] if large
