@@ -31,6 +31,7 @@ from gpt_faster.layers.feed_forward import GATED, UNGATED
 from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.mamba1 import Mamba1
 from gpt_faster.layers.moe import MoEVariant, RoutedMoE
+from gpt_faster.layers.zamba import SharedTransformer
 from model import ModelConfig, MoE, Transformer, visible
 from quantize import Int4, Int8, dequantize
 
@@ -371,7 +372,7 @@ def test_every_family_by_operations(families, name):
     for i, layer in enumerate(model.layers):
         mixer = cfg.mixer[i % len(cfg.mixer)]
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
-        state_space = isinstance(mixer, Mamba1 | Mamba2 | AttentionAndMamba) or isinstance(layer.attn, NoBranch)
+        state_space = isinstance(mixer, Mamba1 | Mamba2 | AttentionAndMamba | SharedTransformer) or isinstance(layer.attn, NoBranch)
         has_experts = isinstance(layer.ffn, MoE)
         known = (whole or not other_attention and not state_space and not isinstance(mixer, GatedDelta),
                  cfg.activation not in ("relu", "xielu") and not (has_experts and (other_router or not getattr(cfg.moe, "gated", True)))

@@ -336,7 +336,7 @@ def test_a_conversation_goes_on_from_the_state(cfg):
 # ---- Against transformers -----------------------------------------------------------------------
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe", "granitemoehybrid-mamba", "bamba", "falcon_h1", "nemotron_h-experts",
-                                  "mamba", "falcon_mamba", "mamba2", "jamba"])
+                                  "mamba", "falcon_mamba", "mamba2", "jamba", "zamba2"])
 def test_prompts_around_a_chunk(families, name):
     """Of 1 to 200 tokens, and greedily on from there, with and without a cache."""
     directory, theirs = families(name)

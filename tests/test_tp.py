@@ -91,7 +91,8 @@ def checkpoint(families, heads, tmp_path_factory):
 
 
 N_TOGETHER = 8
-WHOLE = ("mamba", "mamba-biased", "falcon_mamba", "jamba", "jamba-dense")  # Mamba 1 is not split
+WHOLE = {name: "Mamba 1 layer" for name in ("mamba", "mamba-biased", "falcon_mamba", "jamba", "jamba-dense")}      # not split
+WHOLE |= {name: "shared transformer block" for name in ("zamba2", "zamba2-one_block")}
 SPLIT = [name for name in tiny.FAMILIES if name not in WHOLE]
 TOGETHER = [SPLIT[i:i + N_TOGETHER] for i in range(0, len(SPLIT), N_TOGETHER)]
 
@@ -137,8 +138,8 @@ def put_together(key, t, parts):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_mamba_1_on_ranks_is_refused(checkpoint, name):
-    with pytest.raises(ValueError, match="Mamba 1 layer, which is not split, of 1 cannot be split across 2 ranks; possible: only 1"):
+def test_what_is_not_split_is_refused(checkpoint, name):
+    with pytest.raises(ValueError, match=f"{WHOLE[name]}, which is not split, of 1 cannot be split across 2 ranks; possible: only 1"):
         tp.shard(read_checkpoint(checkpoint(name)), 2, 0)
 
 

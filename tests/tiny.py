@@ -43,6 +43,8 @@ PADDED = dict(IDS, pad_token_id=0)
 NEMOTRON = dict({k: v for k, v in SIZE.items() if k not in ("num_hidden_layers", "rms_norm_eps")}, head_dim=24, ssm_state_size=16,
                 mamba_num_heads=8, mamba_head_dim=16, n_groups=4, **PADDED)
 ALONE = dict(hidden_size=64, num_hidden_layers=4, vocab_size=160, **PADDED)
+ZAMBA = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, mamba_d_state=16,
+             n_mamba_heads=8, adapter_rank=8, rms_norm_eps=1e-5, **PADDED)
 JAMBA = dict(mamba_d_state=8, num_experts_per_tok=2, **PADDED)
 GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
@@ -283,6 +285,10 @@ FAMILIES = {
     "jamba": lambda: hf.JambaConfig(**SIZE, **JAMBA, num_experts=4, attn_layer_period=3, attn_layer_offset=1),
     "jamba-dense": lambda: hf.JambaConfig(**SIZE, **JAMBA, num_experts=1, attn_layer_period=2, attn_layer_offset=0, mamba_proj_bias=True,
                                           mamba_dt_rank=6, mamba_conv_bias=False),
+    "zamba2": lambda: hf.Zamba2Config(**ZAMBA, num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=2,
+                                      layers_block_type=["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid"], num_hidden_layers=6),
+    "zamba2-one_block": lambda: hf.Zamba2Config(**ZAMBA, num_mem_blocks=1, num_key_value_heads=2, tie_word_embeddings=False, add_bias_linear=True,
+                                                layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], num_hidden_layers=4),
     "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
                                                                   num_experts_per_tok=2, position_embedding_type="rope"),
     "muse_glimmer": lambda: hf.MuseGlimmerConfig(
@@ -335,7 +341,7 @@ FAMILIES = {
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
          "smollm3", "glm4_moe", "gemma4", "gemma4-26b", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long",
          "deepseek_v2", "qwen3_5_text", "lfm2", "kolibri1", "laguna", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h-latent",
-         "falcon_mamba", "jamba")
+         "falcon_mamba", "jamba", "zamba2")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
@@ -357,7 +363,7 @@ MODELS = {                                                 # for docs/models.md:
     "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0: micro, 1b, 350m; H: micro, tiny, small", "bamba": "Bamba 9B",
     "nemotron_h": "Nemotron-H, Nemotron Nano 9B v2, Nemotron 3 Nano, Super", "falcon_h1": "Falcon-H1 0.5B to 34B",
     "mamba": "Mamba 130M to 2.8B", "falcon_mamba": "Falcon Mamba 7B", "mamba2": "Mamba-2 130M to 2.7B, Mamba-Codestral 7B",
-    "jamba": "Jamba v0.1, 1.5 Mini, 1.5 Large, Reasoning 3B",
+    "zamba2": "Zamba 2 1.2B, 2.7B, 7B", "jamba": "Jamba v0.1, 1.5 Mini, 1.5 Large, Reasoning 3B",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",
@@ -388,7 +394,7 @@ RUN_MOST = {
     "glm4_moe_lite": "GLM-4.7-Flash 30B-A3B", "minimax_m2": "230B-A10B", "deepseek_v2": "V2-Lite 16B-A2.4B", "deepseek_v3": "R1 and V3 671B-A37B, Kimi K2",
     "lfm2": "LFM2.5-1.2B, 350M", "lfm2_moe": "8B-A1B", "granitemoehybrid": "H-tiny 7B-A1B, H-micro 3B, micro 3B, 350m",
     "nemotron_h": "3 Nano 30B-A3B, Nano 9B v2, 3 Nano 4B, 3 Super 120B-A12B", "falcon_h1": "0.5B, 1.5B, 7B", "jamba": "Reasoning 3B",
-    "falcon_mamba": "7B", "mamba": "130M, 2.8B", "mamba2": "Codestral 7B, 130M", "seed_oss": "36B", "exaone4": "1.2B, 32B", "cohere2": "R7B, Command A 111B",
+    "falcon_mamba": "7B", "zamba2": "1.2B, 2.7B, 7B", "mamba": "130M, 2.8B", "mamba2": "Codestral 7B, 130M", "seed_oss": "36B", "exaone4": "1.2B, 32B", "cohere2": "R7B, Command A 111B",
     "ernie4_5_moe": "21B-A3B", "mistral4": "119B", "gpt2": "124M", "gpt_neox": "Pythia 70M to 12B", "gpt_neo": "TinyStories 1M to 33M", "starcoder2": "3B",
     "olmo2": "1B, 7B", "olmoe": "1B-7B", "granite": "3.3 2B, 8B", "mellum": "12B-A2.5B", "afmoe": "Trinity Mini 26B-A3B", "apertus": "8B",
     "hunyuan_v1_dense": "0.5B to 7B", "bloom": "560M", "opt": "125M", "phi": "Phi-2 2.7B",
@@ -540,7 +546,8 @@ def flat(cfg):
     from gpt_faster.layers.rope import RopeVariant
     from model import ModelConfig
     attention, block = cfg.attention or AttentionVariant(), cfg.block or BlockVariant()
-    ffn, per_layer = cfg.ffn or FeedForwardVariant(), cfg.per_layer
+    ffn = cfg.ffn or FeedForwardVariant()
+    per_layer = cfg.per_layer if hasattr(cfg.per_layer, "dim") else None       # not Zamba's
     end = LayerEnd(per_layer.dim, per_layer.vocab_size) if per_layer else LayerEnd() if block.end else None
     same = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig)
             if f.name not in ("norm", "attention", "ffn", "block", "after_embed", "per_layer")}

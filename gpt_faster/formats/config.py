@@ -50,6 +50,7 @@ from gpt_faster.layers.moe import MoEVariant
 from gpt_faster.layers.rope import RopeVariant
 from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
+from gpt_faster.layers.zamba import SharedTransformer, TokenEmbedding, ZambaBlocks
 from model import ModelConfig, of_layer
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -90,6 +91,8 @@ def config_from_hf(c: dict, path: Path | None = None) -> tuple[ModelConfig, dict
     if any(facts["sparse"]):
         facts["moe"] = MoEVariant(**{**_experts(c), **family.moe})
     cfg = FlatConfig(**{**facts, **family.overrides}).with_parts()
+    if c.get("block_sources"):
+        cfg = _with_shared_blocks(cfg, c)
     check_config(cfg)
     return cfg, c
 
@@ -252,6 +255,15 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     mixers = {kind: make(c) for kind, make in family.mixers.items() if kind in kinds}
     more = dict(mixer=tile([mixers.get(kind) for kind in kinds])) if mixers else {}
     return facts | dict(rope=tile(rope)) | more
+
+
+def _with_shared_blocks(cfg: ModelConfig, c: dict) -> ModelConfig:
+    """Zamba 2: Mamba layers that read a transformer block. block_sources: from its respelling."""
+    mixer = [of_layer(i, cfg.mixer) for i in range(cfg.n_layer)]
+    for i, source in c["block_sources"].items():
+        mixer[i] = SharedTransformer(mixer[i], source, count(c, "adapter_rank"),
+                                     flag(c, "use_shared_attention_adapter"))
+    return replace(cfg, mixer=tile(mixer), block=ZambaBlocks(), per_layer=TokenEmbedding())
 
 
 def _widths(c: dict) -> dict:

@@ -50,6 +50,7 @@ from gpt_faster.formats.names import (
     SANDWICH_NAMES,
     SARVAM_NAMES,
     SIGMOID_NAMES,
+    ZAMBA2_NAMES,
     Fused,
     mamba_names,
 )
@@ -248,6 +249,50 @@ def _mamba_alone_respelled(c):
 
 def _without_backbone(name, c):
     return re.sub(r"^(model\.)?backbone\.", "", name)
+
+
+ZAMBA2_KINDS = {"mamba": "linear_attention", "linear_attention": "linear_attention",
+                "hybrid": "hybrid"}
+ZAMBA2_LAYERS = "m" + "mmmmmh" * 7 + "mmmmhmmmhmm"
+
+
+def _zamba2_respelled(c):
+    """Layers with a transformer block take turns with num_mem_blocks of them, each held by the
+    first layer that reads it."""
+    if c["use_long_context"]:
+        raise ValueError("'use_long_context' is not supported")
+    if c["hidden_act"] != "gelu":
+        raise ValueError(f"Zamba 2 with the activation {c['hidden_act']!r} is not supported, only "
+                         "gelu")
+    stated = c.get("layers_block_type") or c.get("layer_types") or [
+        {"m": "mamba", "h": "hybrid"}[letter] for letter in ZAMBA2_LAYERS]
+    kinds = [ZAMBA2_KINDS.get(kind) for kind in stated]
+    if None in kinds:
+        raise ValueError(f"'layers_block_type' is {stated!r}, expected mamba or hybrid for each "
+                         "layer")
+    hybrids = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+    n_block = checkpoint.count(c, "num_mem_blocks")
+    sources = {i: hybrids[n % n_block] if n >= n_block else None for n, i in enumerate(hybrids)}
+    return _mamba_respelled({
+        **c, "layer_types": kinds, "block_sources": sources, "mamba_hidden_act": "silu",
+        "head_dim": 2 * c["hidden_size"] // c["num_attention_heads"],
+        "intermediate_size": c.get("intermediate_size") or 4 * c["hidden_size"],
+        "mamba_proj_bias": c["add_bias_linear"], "mlp_bias": c["add_bias_linear"]})
+
+
+def _zamba2_mamba(c):
+    return replace(_mamba2(c), norm_eps=1e-5)
+
+
+def _zamba2_name(name, c):
+    """An adapter is in a list of the shared block: [n] is of the n-th layer that reads a block."""
+    adapter = re.fullmatch(r"model\.layers\.\d+\.shared_transformer\.\w+\.(?:linear_)?(\w+?)_"
+                           r"(?:proj_)?adapter_list\.(\d+)\.([01])\.weight", name)
+    hybrids = list(c["block_sources"])
+    if not adapter or int(adapter[2]) >= len(hybrids):
+        return name
+    of, part = {"gate_up": "ffn"}.get(adapter[1], adapter[1]), ("low", "high")[int(adapter[3])]
+    return f"layers.{hybrids[int(adapter[2])]}.adapt_{of}.{part}.weight"
 
 
 def _jamba_respelled(c):
@@ -1052,6 +1097,19 @@ FAMILIES = {
         _MAMBA_ALONE, names=MAMBA2_NAMES, mixers=dict(linear_attention=_mamba2),
         defaults=dict(_MAMBA_ALONE.defaults, mamba_d_state=128, mamba_n_heads=128, mamba_d_head=64,
                       mamba_n_groups=8, tie_word_embeddings=False)),
+    "zamba2": Family(
+        overrides=dict(activation="silu"),         # of no part: the shared block has gelu
+        defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=4096, tie_word_embeddings=True,
+                      hidden_act="gelu", use_mem_rope=False, use_long_context=False,
+                      add_bias_linear=False, num_mem_blocks=1, adapter_rank=128,
+                      use_shared_attention_adapter=False, mamba_n_heads=8, mamba_n_groups=1,
+                      mamba_d_state=64, mamba_d_conv=4, mamba_expand=2, num_attention_heads=32,
+                      num_hidden_layers=54),
+        names=ZAMBA2_NAMES, folds=dict(log_decay=True), respell=_zamba2_respelled,
+        mixers=dict(linear_attention=_zamba2_mamba, hybrid=_zamba2_mamba), rename=_zamba2_name,
+        has_rope=lambda c, i: bool(c["use_mem_rope"]),
+        key_aliases=dict(mamba_ngroups="mamba_n_groups", n_mamba_heads="mamba_n_heads",
+                         mamba_headdim="mamba_d_head")),
     "jamba": Family(
         defaults=dict(num_key_value_heads=8, max_position_embeddings=262144, num_experts=16,
                       num_experts_per_tok=2, norm_topk_prob=False, expert_layer_period=2,

@@ -277,6 +277,9 @@ def check_supported(arch: str, metadata: dict) -> None:
         GGUF.check(own)
     except ValueError as e:
         raise ValueError(str(e).replace("{arch}", arch)) from None
+    latent = own.get("{arch}.moe_latent_size")
+    if latent and arch != "nemotron_h_moe":
+        raise ValueError(f"'{arch}.moe_latent_size' is {brief(latent)}, which is not supported")
     if own.get("{arch}.attention.causal") is False:
         raise ValueError(f"'{arch}.attention.causal' is false: a bidirectional model cannot "
                          "generate text")

@@ -68,7 +68,7 @@ OF_MODEL_TYPES = (
     ("attention_bias",
      "- mistral mixtral qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text lfm2 lfm2_moe exaone_moe "
      "minimax_m2 phi3 glm4v_text exaone4 ministral ministral3 cwm gptj phi stablelm bloom mpt "
-     "gpt_neo gpt_bigcode gpt2 qwen2_5_omni_text kolibri1 mamba mamba2 falcon_mamba jamba"),
+     "gpt_neo gpt_bigcode gpt2 qwen2_5_omni_text kolibri1 mamba mamba2 falcon_mamba jamba zamba2"),
     ("attention_k_eq_v enable_moe_block global_head_dim hidden_size_per_layer_input "
      "num_global_key_value_heads num_kv_shared_layers per_layer_config top_k_experts "
      "use_double_wide_mlp vocab_size_per_layer_input",
@@ -144,8 +144,10 @@ OF_MODEL_TYPES = (
     ("logits_scaling",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax "
      "cohere2_moe"),
-    ("mamba_conv_bias mamba_d_conv mamba_d_state mamba_expand mamba_proj_bias",
+    ("mamba_conv_bias mamba_proj_bias",
      "granitemoehybrid bamba falcon_h1 nemotron_h jamba"),
+    ("mamba_d_conv mamba_d_state mamba_expand",
+     "granitemoehybrid bamba falcon_h1 nemotron_h jamba zamba2"),
     ("mamba_d_head mamba_n_groups mamba_n_heads",
      "granitemoehybrid bamba falcon_h1 nemotron_h"),
     ("time_step_limit",
@@ -163,10 +165,13 @@ OF_MODEL_TYPES = (
      "mamba mamba2 falcon_mamba"),
     ("mixer_rms_eps",
      "falcon_mamba"),
+    ("adapter_rank add_bias_linear hybrid_layer_ids mamba_headdim mamba_ngroups n_mamba_heads "
+     "num_mem_blocks use_long_context use_mem_rope use_shared_attention_adapter",
+     "zamba2"),
     ("attn_layer_offset attn_layer_period expert_layer_offset expert_layer_period mamba_dt_rank",
      "jamba"),
     ("layers_block_type",
-     "granitemoehybrid nemotron_h"),
+     "granitemoehybrid nemotron_h zamba2"),
     ("max_window_layers",
      "qwen2 qwen3 qwen2_moe qwen2_vl_text qwen2_5_vl_text dots1 qwen2_5_omni_text"),
     ("mlp_bias",
@@ -302,8 +307,8 @@ CONFIG = Table(
         "state-space layers: speed, training, fp32 states":
             "*chunk_size time_step_min time_step_max time_step_floor "
             "time_step_scale time_step_init_scheme use_mambapy use_falcon_mambapy "
-            "use_associative_scan rescale_prenorm_residual use_mamba_kernels mamba_ssm_cache_dtype "
-            "moe_shared_expert_overlap",
+            "use_associative_scan use_mem_eff_path rescale_prenorm_residual use_mamba_kernels "
+            "mamba_ssm_cache_dtype moe_shared_expert_overlap",
         "training's loss": "z_loss_coefficient",
         "how many logits a prompt's call returns": "num_logits_to_keep",
         "of another MTP head than ours reads": "mtp_layers_block_type mtp_hybrid_override_pattern",

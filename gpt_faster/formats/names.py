@@ -307,10 +307,24 @@ NEMOTRON_H_NAMES = SIGMOID_NAMES | mamba_names("mamba") | {
     "mlp.experts.up_proj": "ffn.up.weight", "mlp.fc1_latent_proj": "ffn.to_latent",
     "mlp.fc2_latent_proj": "ffn.from_latent",
 }
+ADAPTERS = [f"adapt_{of}.{part}" for of in ("q", "k", "v", "ffn") for part in ("low", "high")]
 MAMBA_ALONE_NAMES = {                              # the state-spaces repositories: embedding
     "embeddings": "embed", "embedding": "embed", "norm_f": "norm", "layers.*.norm": "attn_norm"}
 MAMBA1_NAMES = MAMBA_ALONE_NAMES | mamba1_names("mixer")
 MAMBA2_NAMES = MAMBA_ALONE_NAMES | mamba_names("mixer")
+ZAMBA2_NAMES = mamba_names("mamba") | mamba_names("mamba_decoder.mamba", "attn.mamba") | {
+    "mamba_decoder.input_layernorm": "attn_norm", "final_layernorm": "norm",
+    "linear": "attn.linear",
+    "shared_transformer.input_layernorm": "attn.shared.norm",
+    "shared_transformer.self_attn.q_proj": "attn.shared.wq",
+    "shared_transformer.self_attn.k_proj": "attn.shared.wk",
+    "shared_transformer.self_attn.v_proj": "attn.shared.wv",
+    "shared_transformer.self_attn.o_proj": "attn.shared.wo",
+    "shared_transformer.pre_ff_layernorm": "attn.shared.ffn_norm",
+    "shared_transformer.feed_forward.gate_up_proj": Fused(("attn.shared.gate", "attn.shared.up")),
+    "shared_transformer.feed_forward.down_proj": "attn.shared.down",
+    **{name: f"attn.{name}" for name in ADAPTERS},
+}
 JAMBA_NAMES = mamba1_names("mamba") | {
     "final_layernorm": "norm", "pre_ff_layernorm": "ffn_norm",
     "feed_forward.gate_proj": "ffn.gate", "feed_forward.up_proj": "ffn.up",
@@ -371,7 +385,9 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "ffn.post_shared_norm", "ffn.expert_scale",
     "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
     "ffn.to_latent", "ffn.from_latent",
-    "attn.select", "attn.step", "attn.norm_low", "attn.norm_k", "attn.norm_q",
+    "attn.select", "attn.step", "attn.norm_low", "attn.norm_k", "attn.norm_q", "attn.linear",
+    *(f"attn.shared.{name}" for name in ("norm", "wq", "wk", "wv", "wo", "ffn_norm", "gate", "up",
+                                         "down")), *(f"attn.{name}" for name in ADAPTERS),
     *(f"attn.{name}" for name in PER_HEAD_TENSORS), "attn.norm",
     *(f"{attn}.{name}" for attn in ("attn", "attn.mamba")
       for name in (*MAMBA_TENSORS, *PER_GROUP_TENSORS, "wo")))}

@@ -27,12 +27,13 @@ from gpt_faster.layers.per_layer import PerLayer
 from gpt_faster.layers.rope import RopeVariant, rope_from_fields
 from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
+from gpt_faster.layers.zamba import SharedTransformer, TokenEmbedding, ZambaBlocks
 from model import ModelConfig
 
 PARTS = {kind.kind: kind for kind in (
     AttentionAndMamba, AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant,
     GatedDelta, Latent, LearnedPositions, LogitCap, Mamba1, Mamba2, NormVariant, PerLayer,
-    SharedKV, ShortConv)}
+    SharedKV, SharedTransformer, ShortConv, TokenEmbedding, ZambaBlocks)}
 
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
@@ -104,9 +105,9 @@ def part_from_dict(d: dict | None):
     if not isinstance(kind, str) or kind not in PARTS:
         raise ValueError(f"unknown layer {brief(kind)}: written by a newer gpt-faster?")
     nested = {}
-    if kind == BlockVariant.kind:
+    if kind in (BlockVariant.kind, ZambaBlocks.kind):
         nested["widths"] = _widths(d)
-    if kind == AttentionAndMamba.kind:
+    if kind in (AttentionAndMamba.kind, SharedTransformer.kind):
         nested["mamba"] = part_from_dict(d.get("mamba"))
     return build(PARTS[kind], d, **nested)
 

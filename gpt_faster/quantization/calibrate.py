@@ -21,6 +21,7 @@ from checkpoint import Checkpoint, blank_model, disk_names, load_part
 from gpt_faster.formats.load import place_per_layer_embedding
 from gpt_faster.layers.mamba import AttentionWithMamba
 from gpt_faster.layers.shared_kv import SharedAttention
+from gpt_faster.layers.zamba import SharedTransformer
 from gpt_faster.quantization.refine import refine
 from gpt_faster.quantization.solve import (
     correct_weight,
@@ -85,6 +86,9 @@ class Solver:
         self.scheme, self.others = scheme, others or {}
         self.solve_options = percdamp, blocksize, act_order
         self.model = blank_model(source.cfg, dtype)
+        if any(isinstance(mixer, SharedTransformer) for mixer in source.cfg.mixer):
+            raise ValueError("GPTQ of a transformer block that several layers share is not "
+                             "supported: use --mode int4")
         place_per_layer_embedding(self.model, source, dtype, device)
         for part in ("embed", "pos_embed", "per_layer."):
             load_part(self.model, part, source, device)

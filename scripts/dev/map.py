@@ -159,8 +159,9 @@ def families() -> str:
     known = ARCHITECTURES | GGUFS
     configs = {name: make() for name, make in FAMILIES.items()}
     kinds = {name: getattr(c, "text_config", c).model_type for name, c in configs.items()}
-    rows = ["| model_type | models | what people run | real weights here | variants tested | GGUF | more |",
-            "|---|---|---|---|---|---|---|"]
+    columns = ("model_type", "models", "what people run", "real weights here", "variants tested",
+               "GGUF", "more")
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for kind, models in MODELS.items():
         variants = [n for n in kinds if kinds[n] == kind]
         archs = dict.fromkeys(known[n] for n in variants if n in known)
