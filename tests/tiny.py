@@ -286,7 +286,7 @@ FAMILIES = {
     "jamba-dense": lambda: hf.JambaConfig(**SIZE, **JAMBA, num_experts=1, attn_layer_period=2, attn_layer_offset=0, mamba_proj_bias=True,
                                           mamba_dt_rank=6, mamba_conv_bias=False),
     "zamba2": lambda: hf.Zamba2Config(**ZAMBA, num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=2,
-                                      layers_block_type=["hybrid", "mamba", "hybrid", "hybrid", "mamba", "hybrid"], num_hidden_layers=6),
+                                      layers_block_type=["hybrid", "hybrid", "mamba", "hybrid"], num_hidden_layers=4),
     "zamba2-one_block": lambda: hf.Zamba2Config(**ZAMBA, num_mem_blocks=1, num_key_value_heads=2, tie_word_embeddings=False, add_bias_linear=True,
                                                 layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], num_hidden_layers=4),
     "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
@@ -417,6 +417,8 @@ def make(name: str, seed: int = 0):
             p.data = torch.randn_like(p) - 2               # a memory of some tokens to many
         elif key.endswith((".D", "bias")):
             p.data = 0.3 * torch.randn_like(p)
+        elif "adapter" in key:                             # products, which are added to another
+            p.data = 0.5 * torch.randn_like(p) * p.shape[-1] ** -0.5
         else:
             p.data = torch.randn_like(p) * (0.7 if "embed" in key or "wte" in key or "wpe" in key else p.shape[-1] ** -0.5)
     for key, buffer in model.named_buffers():              # routers': of the choice alone

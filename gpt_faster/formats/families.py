@@ -73,7 +73,8 @@ class Family(checkpoint.Family):
     plain_local_rope: bool = False                 # sliding layers: RoPE without scaling
     key_aliases: dict = field(default_factory=dict)    # its config.json keys: the usual ones
     respell: Callable[[dict], dict] = lambda c: c  # rewrite config.json in usual keys
-    rename: Callable[[str, dict], str] | None = None   # a tensor's name, before `names`
+    # a tensor's name, before `names`; None: a copy of another
+    rename: Callable[[str, dict], str | None] | None = None
 
     def names_of(self, c: dict) -> dict:
         """Names of the checkpoint's tensors -> our names, for this config.json."""
@@ -285,7 +286,11 @@ def _zamba2_mamba(c):
 
 
 def _zamba2_name(name, c):
-    """An adapter is in a list of the shared block: [n] is of the n-th layer that reads a block."""
+    """An adapter is in a list of the shared block: [n] is of the n-th layer that reads a block.
+    Some files have the block's tensors once more for each of these layers."""
+    layer = re.match(r"model\.layers\.(\d+)\.shared_transformer\.", name)
+    if layer and c["block_sources"].get(int(layer[1])) is not None:
+        return None
     adapter = re.fullmatch(r"model\.layers\.\d+\.shared_transformer\.\w+\.(?:linear_)?(\w+?)_"
                            r"(?:proj_)?adapter_list\.(\d+)\.([01])\.weight", name)
     hybrids = list(c["block_sources"])
