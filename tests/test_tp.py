@@ -92,7 +92,7 @@ def checkpoint(families, heads, tmp_path_factory):
 
 N_TOGETHER = 8
 WHOLE = {name: "Mamba 1 layer" for name in ("mamba", "mamba-biased", "falcon_mamba", "jamba", "jamba-dense")}      # not split
-WHOLE |= {name: "shared transformer block" for name in ("zamba2", "zamba2-one_block")}
+WHOLE |= {name: "shared transformer block" for name in ("zamba2", "zamba2-one_block", "zamba2-untied")}
 SPLIT = [name for name in tiny.FAMILIES if name not in WHOLE]
 TOGETHER = [SPLIT[i:i + N_TOGETHER] for i in range(0, len(SPLIT), N_TOGETHER)]
 

@@ -259,7 +259,7 @@ ZAMBA2_LAYERS = "m" + "mmmmmh" * 7 + "mmmmhmmmhmm"
 
 def _zamba2_respelled(c):
     """Layers with a transformer block take turns with num_mem_blocks of them, each held by the
-    first layer that reads it."""
+    first layer that reads it. transformers ties these weights only if it ties the embeddings'."""
     if c["use_long_context"]:
         raise ValueError("'use_long_context' is not supported")
     if c["hidden_act"] != "gelu":
@@ -272,7 +272,8 @@ def _zamba2_respelled(c):
         raise ValueError(f"'layers_block_type' is {stated!r}, expected mamba or hybrid for each "
                          "layer")
     hybrids = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
-    n_block = checkpoint.count(c, "num_mem_blocks")
+    is_tied = checkpoint.flag(c, "tie_word_embeddings")
+    n_block = checkpoint.count(c, "num_mem_blocks") if is_tied else len(hybrids)
     sources = {i: hybrids[n % n_block] if n >= n_block else None for n, i in enumerate(hybrids)}
     return _mamba_respelled({
         **c, "layer_types": kinds, "block_sources": sources, "mamba_hidden_act": "silu",
@@ -286,18 +287,22 @@ def _zamba2_mamba(c):
 
 
 def _zamba2_name(name, c):
-    """An adapter is in a list of the shared block: [n] is of the n-th layer that reads a block.
-    Some files have the block's tensors once more for each of these layers."""
-    layer = re.match(r"model\.layers\.(\d+)\.shared_transformer\.", name)
-    if layer and c["block_sources"].get(int(layer[1])) is not None:
-        return None
-    adapter = re.fullmatch(r"model\.layers\.\d+\.shared_transformer\.\w+\.(?:linear_)?(\w+?)_"
-                           r"(?:proj_)?adapter_list\.(\d+)\.([01])\.weight", name)
-    hybrids = list(c["block_sources"])
-    if not adapter or int(adapter[2]) >= len(hybrids):
+    """A block has the adapters of all layers in lists: [n] is of the n-th that reads a block.
+    Copies of a block in layers that do not hold it, and their adapters, are left out."""
+    part = re.match(r"model\.layers\.(\d+)\.shared_transformer\.(.+)", name)
+    if not part:
         return name
-    of, part = {"gate_up": "ffn"}.get(adapter[1], adapter[1]), ("low", "high")[int(adapter[3])]
-    return f"layers.{hybrids[int(adapter[2])]}.adapt_{of}.{part}.weight"
+    layer, sources, hybrids = int(part[1]), c["block_sources"], list(c["block_sources"])
+    adapter = re.fullmatch(r"\w+\.(?:linear_)?(\w+?)_(?:proj_)?adapter_list\.(\d+)\.([01])\.weight",
+                           part[2])
+    if not adapter or int(adapter[2]) >= len(hybrids):
+        return name if sources.get(layer) is None else None
+    reader = hybrids[int(adapter[2])]
+    holder = reader if sources[reader] is None else sources[reader]
+    if layer != holder:
+        return None
+    of = {"gate_up": "ffn"}.get(adapter[1], adapter[1])
+    return f"layers.{reader}.adapt_{of}.{('low', 'high')[int(adapter[3])]}.weight"
 
 
 def _jamba_respelled(c):

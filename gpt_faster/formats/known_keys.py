@@ -157,8 +157,10 @@ OF_MODEL_TYPES = (
      "nemotron_h"),
     ("n_groups",
      "nemotron_h mamba2"),
-    ("conv_kernel use_conv_bias",
+    ("conv_kernel",
      "nemotron_h mamba mamba2 falcon_mamba"),
+    ("use_conv_bias",
+     "nemotron_h mamba mamba2 falcon_mamba zamba2"),
     ("expand",
      "mamba mamba2 falcon_mamba nemotron_h"),
     ("state_size time_step_rank",
@@ -303,7 +305,8 @@ CONFIG = Table(
             "scoring_func moe_layer_freq attn_type norm_type embedding_fraction expansion_ratio "
             "learned_pos_emb n_ctx ffn_config softmax_scale",
         "read from the tensors": "mtp_mlp_layer_types head_bias lm_head_bias",
-        "follows from other keys": "qk_head_dim",
+        "follows from other keys": "qk_head_dim attention_head_dim attention_hidden_size "
+                                   "kv_channels num_query_groups",
         "state-space layers: speed, training, fp32 states":
             "*chunk_size time_step_min time_step_max time_step_floor "
             "time_step_scale time_step_init_scheme use_mambapy use_falcon_mambapy "
