@@ -1084,6 +1084,29 @@ def test_command_writes_beside_the_source(capsys, model, text, argv, name, descr
         assert greedy(capsys, "-m", model, *flags)["new_ids"] == said["new_ids"]
 
 
+@pytest.mark.parametrize("name", ["granitemoehybrid-mamba", "falcon_h1", "nemotron_h", "mamba2", "jamba"])
+def test_gptq_of_a_hybrid_by_the_command(capsys, families, model, text, name):
+    """Its convolutions, decays, skips and step sizes stay; what the file says is what is generated."""
+    for path in families(name)[0].iterdir():
+        shutil.copy(path, model)
+    status, out, err = run(capsys, "-m", model, "--mode", "int4-gptq", "--calibration_file", text, "--calibration_seq_length", 32,
+                           "--calibration_limit", 12)
+    assert status == 0 and out == f"{model / 'model_int4-gptq.g32.pth'}\n", err
+    plain, source = read_checkpoint(model), read_checkpoint(model / "model_int4-gptq.g32.pth")
+    for key, t in plain.tensors.items():
+        if re.search(r"\.(conv\w*|taps\w*|decay\w*|skip|norm\w*|select|step)(\.|$)", key):
+            assert torch.equal(source.tensors[key].whole().float(), t.whole().to(source.tensors[key].dtype).float()), key
+    n, of = map(int, re.search(r"(\d+) of (\d+) linears have a smaller output error", err).groups())
+    assert n > 0.8 * of and len(greedy(capsys, "-m", model / "model_int4-gptq.g32.pth")["new_ids"]) == 20
+
+
+def test_gptq_of_a_shared_block_is_refused(capsys, families, model, text):
+    for path in families("zamba2")[0].iterdir():
+        shutil.copy(path, model)
+    message = refused_late(capsys, "-m", model, "--mode", "int4-gptq", "--calibration_file", text, "--calibration_seq_length", 32)
+    assert "GPTQ of a transformer block that several layers share is not supported: use --mode int4" in message
+
+
 def test_file_works_alone(capsys, model, tmp_path):
     """Elsewhere, the tokenizer and its template go into the file; beside their files, they do not."""
     from gpt_faster.text import tokenizer_files
