@@ -10,6 +10,7 @@ import torch
 from test_families import close, our_logits, tokens
 
 from checkpoint import save_checkpoint
+from gpt_faster.formats.gguf_mamba import mamba_config
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.text import tokenizer_files
 from gpt_faster.text.byte_level import bytes_to_unicode
@@ -602,6 +603,19 @@ def test_gguf(families, name, tmp_path):
         assert tokenizer.n_vocab == source.cfg.vocab_size
     assert source.cfg.tied == is_tied(model)
     close(our_logits(path, tokens()), tiny.logits(model, tokens()))
+
+
+def test_what_a_gguf_with_mamba_layers_may_not_say():
+    sizes = {f"nemotron_h.ssm.{key}": 8 for key in ("inner_size", "time_step_rank", "conv_kernel", "state_size", "group_count")}
+    tensors = dict.fromkeys(("blk.0.ssm_in.weight", "blk.1.attn_q.weight", "blk.1.ffn_gate_inp.weight"))
+    for change, message in ((dict(), "layer 1 has attention and moe, expected one of mamba, attention, moe, mlp"),
+                            ({"nemotron_h.ssm.state_size": 0}, "'nemotron_h.ssm.state_size' is 0, expected a whole number above 0"),
+                            ({"nemotron_h.ssm.group_count": None}, "'nemotron_h.ssm.group_count' is None"),
+                            ({"nemotron_h.ssm.inner_size": 9}, "ssm.inner_size .9. is not a multiple of ssm.time_step_rank .8.")):
+        with pytest.raises(ValueError, match=message):
+            mamba_config("nemotron_h", dict(num_hidden_layers=3), sizes | change, tensors)
+    with pytest.raises(ValueError, match="layer 1 has nothing"):
+        mamba_config("nemotron_h", dict(num_hidden_layers=2), sizes, {"blk.0.ssm_in.weight": None})
 
 
 def test_gguf_before_kv_b_was_split(families, tmp_path):

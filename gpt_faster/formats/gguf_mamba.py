@@ -25,6 +25,7 @@ def gguf_mamba_names(ours: str = "attn") -> dict:
 
 
 def gguf_mamba1_names() -> dict:
+    """As gguf_mamba_names(), of Mamba 1."""
     theirs = mamba1_names("mamba")
     return {"ssm_" + gguf: theirs["mamba." + name] for gguf, name in {
         "in": "in_proj", "x": "x_proj", "dt.weight": "dt_proj.weight", "dt.bias": "dt_proj.bias",
@@ -33,12 +34,12 @@ def gguf_mamba1_names() -> dict:
         "c_norm": "c_layernorm"}.items()}
 
 
-GRANITE_HYBRID_NAMES = gguf_mamba_names()
+MAMBA1_NAMES = gguf_mamba1_names()
+MAMBA2_NAMES = gguf_mamba_names()
 FALCON_H1_NAMES = gguf_mamba_names("attn.mamba") | dict.fromkeys(     # without .weight in files
     ("ffn_norm", "ffn_norm.weight"), "ffn_norm.weight")
-NEMOTRON_H_NAMES = gguf_mamba_names() | {
+NEMOTRON_H_NAMES = MAMBA2_NAMES | {
     "ffn_latent_down": "ffn.to_latent", "ffn_latent_up": "ffn.from_latent"}
-MAMBA_NAMES, MAMBA2_NAMES = gguf_mamba1_names(), gguf_mamba_names()
 ALONE = ("mamba", "mamba2")                        # without attention and feed-forward layers
 
 
@@ -54,10 +55,11 @@ def mamba_config(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
         if not n:
             raise ValueError(f"'{arch}.ssm.{keys[ours]}' is {n!r}, expected a whole number above 0")
     facts = dict(sizes) if is_mamba1 else dict(sizes, mamba_d_head=_head_dim(sizes))
-    facts |= dict(mamba_conv_bias=_has(tensors, "ssm_conv1d.bias"),
-                 mamba_rms_norm=_has(tensors, "ssm_norm.weight"), mamba_norm_before_gate=False,
-                 attention_bias=_has(tensors, "attn_q.bias"), mlp_bias=_has(tensors, "ffn_up.bias"),
-                 use_bias=False)
+    facts |= dict(
+        mamba_conv_bias=_has(tensors, "ssm_conv1d.bias"),
+        mamba_rms_norm=_has(tensors, "ssm_norm.weight"), mamba_norm_before_gate=False,
+        attention_bias=_has(tensors, "attn_q.bias"), mlp_bias=_has(tensors, "ffn_up.bias"),
+        use_bias=False)
     for key in ("num_key_value_heads", "intermediate_size"):           # 0: a layer without any
         facts[key] = max(c[key]) if isinstance(c.get(key), list) and c[key] else c.get(key)
     if arch in ALONE:                              # a head for ModelConfig, which nothing uses

@@ -17,9 +17,8 @@ from gpt_faster.formats.gguf_file import read_gguf_parts, what_instead
 from gpt_faster.formats.gguf_mamba import (
     ALONE,
     FALCON_H1_NAMES,
-    GRANITE_HYBRID_NAMES,
+    MAMBA1_NAMES,
     MAMBA2_NAMES,
-    MAMBA_NAMES,
     NEMOTRON_H_NAMES,
     mamba_config,
     renumbered,
@@ -122,9 +121,9 @@ GGUF_ARCH_NAMES = {                                 # names that differ by archi
     "glm4moe": {"post_attention_norm": "ffn_norm"},
     "lfm2": GGUF_LFM2_NAMES, "lfm2moe": GGUF_LFM2_NAMES,
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), GGUF_DELTA_NAMES),
-    "granitehybrid": GRANITE_HYBRID_NAMES, "falcon-h1": FALCON_H1_NAMES,
-    "nemotron_h": NEMOTRON_H_NAMES, "nemotron_h_moe": NEMOTRON_H_NAMES,
-    "mamba": MAMBA_NAMES, "mamba2": MAMBA2_NAMES, "jamba": MAMBA_NAMES,
+    "mamba": MAMBA1_NAMES, "jamba": MAMBA1_NAMES, "mamba2": MAMBA2_NAMES,
+    "granitehybrid": MAMBA2_NAMES, "falcon-h1": FALCON_H1_NAMES, "nemotron_h": NEMOTRON_H_NAMES,
+    "nemotron_h_moe": NEMOTRON_H_NAMES,
 }
 GEMMA4_NAMES = {
     "layer_output_scale.weight": "end.scale", "inp_gate": "end.gate", "proj": "end.down",
