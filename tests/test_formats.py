@@ -1,6 +1,7 @@
 """Meta's, llama2.c's and GGUF files, written here from a transformers model, give its logits."""
 
 import json
+import sys
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ from test_families import close, our_logits, tokens
 from checkpoint import save_checkpoint
 from gpt_faster.formats.gguf_mamba import mamba_config
 from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.text import tokenizer_files
 from gpt_faster.text.byte_level import bytes_to_unicode
 
@@ -436,6 +438,11 @@ def as_llama_cpp(model, arch, split_kv_b=True):
         yield from zip(theirs, (p.contiguous().numpy() for p in pieces))
 
 
+def is_quantized(name, t):
+    """What llama.cpp quantizes: matrices, but no convolutions, decays, skips and norms of Mamba layers."""
+    return t.ndim >= 2 and t.shape[-1] % 32 == 0 and "ssm_norm" not in name
+
+
 def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b=True, tokenizer_of=None):
     c, w = getattr(model.config, "text_config", model.config), gguf.GGUFWriter(str(path), arch)
     n_head = getattr(c, "num_attention_heads", 1)
@@ -494,7 +501,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
     w.add_uint32("tokenizer.ggml.eot_token_id", 5)
     kind = gguf.GGMLQuantizationType[kind]
     for name, t in as_llama_cpp(model, arch, split_kv_b):
-        quantize = t.ndim >= 2 and kind.name != "F32"
+        quantize = kind.name != "F32" and is_quantized(name, t)
         w.add_tensor(name, gguf.quantize(t, kind) if quantize else t,
                      raw_dtype=kind if quantize else gguf.GGMLQuantizationType.F32)
     if vocabulary:
@@ -603,6 +610,23 @@ def test_gguf(families, name, tmp_path):
         assert tokenizer.n_vocab == source.cfg.vocab_size
     assert source.cfg.tied == is_tied(model)
     close(our_logits(path, tokens()), tiny.logits(model, tokens()))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["granitemoehybrid-mamba", "falcon_h1", "nemotron_h-latent", "mamba", "mamba2", "jamba"])
+def test_quantized_gguf_with_mamba_layers(families, name, kind, tmp_path, monkeypatch):
+    """The logits of the numbers in it, and of its four bits kept."""
+    (_, model), arch, q = families(name), ARCHITECTURES[name], gguf.GGMLQuantizationType[kind]
+    path = write_gguf(model, arch, tmp_path / "quantized.gguf", kind)
+    numbers = [(n, gguf.dequantize(gguf.quantize(t, q), q) if is_quantized(n, t) else t) for n, t in as_llama_cpp(model, arch)]
+    monkeypatch.setattr(sys.modules[__name__], "as_llama_cpp", lambda *_: numbers)
+    expected = our_logits(write_gguf(model, arch, tmp_path / "plain.gguf"), tokens())
+    close(our_logits(path, tokens()), expected)
+    if kind == "Q4_0":
+        low = load_model(quantized(read_checkpoint(path), "int4", 32, "none"), torch.float32, "cpu")
+        low.setup_cache(0, 24)
+        found = low(tokens(), torch.arange(24), logits_to_keep=24)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.std().item())
 
 
 def test_what_a_gguf_with_mamba_layers_may_not_say():

@@ -15,6 +15,7 @@ from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.layers import mamba, mamba1
 from gpt_faster.layers.delta import CHUNK, GatedDelta, chunked, step_by_step
 from gpt_faster.layers.recurrent import max_rewind
+from gpt_faster.layers.zamba import SharedTransformer, TokenEmbedding, ZambaBlocks
 from model import ModelConfig, Transformer, cache_bytes
 
 SHAPE = GatedDelta(n_k_head=2, n_v_head=4, k_dim=16, v_dim=24)
@@ -23,7 +24,9 @@ CFG = ModelConfig(dim=48, n_layer=3, n_head=4, n_kv_head=2, head_dim=16, ffn_dim
 MAMBA = mamba.Mamba2(n_head=4, head_dim=24, n_group=2, state_dim=16)
 CFGS = {"delta": CFG, "mamba": replace(CFG, mixer=(MAMBA, replace(MAMBA, n_group=1, norm=False), None)),
         "mamba1": replace(CFG, mixer=(mamba1.Mamba1(72, 8, 5, norm=True), mamba1.Mamba1(96, 16, 12, n_tap=3, conv_bias=False), None)),
-        "beside": replace(CFG, mixer=(mamba.AttentionAndMamba(MAMBA), replace(MAMBA, conv_bias=False), None))}
+        "beside": replace(CFG, mixer=(mamba.AttentionAndMamba(MAMBA), replace(MAMBA, conv_bias=False), None)),
+        "shared": replace(CFG, mixer=(SharedTransformer(MAMBA, rank=8, adapts_attention=True), MAMBA, SharedTransformer(MAMBA, source=0, rank=4)),
+                          block=ZambaBlocks(), per_layer=TokenEmbedding())}
 
 
 @pytest.fixture(scope="module", params=CFGS)
