@@ -31,7 +31,9 @@ from gpt_faster.layers.block import BlockVariant, NoBranch
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.feed_forward import GATED, UNGATED, FeedForwardVariant
 from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
+from gpt_faster.layers.mamba1 import Mamba1
 from gpt_faster.layers.moe import MoEVariant, RoutedMoE
+from gpt_faster.layers.zamba import SharedTransformer
 from model import ModelConfig, MoE, Transformer, visible
 from quantize import Int4, Int8, dequantize
 
@@ -374,8 +376,9 @@ def test_every_family_by_operations(families, name):
         mamba = getattr(mixer, "mamba", mixer)
         whole = isinstance(mixer, GatedDelta) and mixer.k_dim % (rows // 2) == mixer.v_dim % rows == 0
         whole = whole or isinstance(mamba, Mamba2) and mamba.state_dim % (rows // 2) == mamba.head_dim % (rows // 2) == 0
+        plain = isinstance(mamba, GatedDelta | Mamba1 | Mamba2 | SharedTransformer)
         has_experts = isinstance(layer.ffn, MoE)
-        known = (whole or isinstance(layer.attn, NoBranch) or not other_attention and not isinstance(mamba, GatedDelta | Mamba2),
+        known = (whole or isinstance(layer.attn, NoBranch) or not other_attention and not plain,
                  cfg.activation not in ("relu", "xielu") and not (has_experts and other_router) or isinstance(layer.ffn, NoBranch),
                  getattr(getattr(layer, "end", None), "gate", None) is not None)
         assert getattr(layer.forward, "supported", (False,) * 3) == known

@@ -222,8 +222,11 @@ def test_unsupported_features_are_named(capsys, llama):
     whole = config.read_text()
     for change, message in (
             (dict(model_type="nonsense"), "model_type 'nonsense' is not supported (supported: "),
-            (dict(model_type="mamba2"), "'mamba2' is not supported: it has state-space layers (Mamba, RWKV)"),
-            (dict(model_type="kimi_linear"), "it has gated DeltaNet or other linear"), (dict(model_type="deepseek_v32"), "sparse latent attention (an indexer)"),
+            (dict(model_type="zamba"), "'zamba' is not supported: it has Mamba 1 layers that read a shared transformer block"),
+            (dict(model_type="rwkv"), "'rwkv' is not supported: it has another kind of recurrent layers than Mamba"),
+            (dict(model_type="kimi_linear"), "it has linear attention other than gated DeltaNet and Mamba"),
+            (dict(model_type="gemma3n_text"), "it has several residual streams (AltUp) and sparse activations"),
+            (dict(model_type="llama4_text"), "it has chunked attention, and experts with scaled inputs"), (dict(model_type="deepseek_v32"), "sparse latent attention (an indexer)"),
             (dict(model_type="lfm3"), "it has another kind of convolution layers"), (dict(model_type="t5"), "an encoder and a decoder"),
             (dict(model_type=...), "model_type 'None'"),
             (dict(hidden_act="relu"), "activation 'relu'"), (dict(clip_qkv=8.0), "'clip_qkv' is not supported"),

@@ -116,7 +116,7 @@ def test_pth_with_experts_and_scores_among_the_rest(families, name, tmp_path):
 def test_pth_of_version_1(families):
     """Configs as they were written before they had parts."""
     stored = json.loads((Path(__file__).parent / "expected/configs_of_version_1.json").read_text())
-    newer = {"kolibri1", "laguna", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h-latent"}          # than the parts
+    newer = {"kolibri1", "laguna", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h-latent", "falcon_mamba", "jamba", "zamba2"}          # than the parts
     assert set(tiny.COVER) - newer < set(stored)
     for name, config in stored.items():
         assert config_from_dict(config) == read_checkpoint(families(name)[0]).cfg, name
@@ -508,6 +508,10 @@ def test_keys_that_config_json_leaves_out(kind):
     few = {words.get(key, key): value for key, value in few.items() if words.get(key, key)}
     if kind == "granitemoehybrid":                         # its default has state-space layers and experts
         few.update(layer_types=["attention"] * 8, num_local_experts=0)
+    if kind == "mamba2":                                   # its class checks their product
+        few.update(num_heads=8)
+    if kind == "zamba2":                                   # its default is of 54 layers
+        few.update(num_hidden_layers=54)
     if kind == "deepseek_v2":                              # nor has this key
         few.update(num_experts_per_tok=2)
     if kind == "dots1":                                    # has no default

@@ -1,6 +1,7 @@
 """Meta's, llama2.c's and GGUF files, written here from a transformers model, give its logits."""
 
 import json
+import sys
 
 import gguf
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from test_families import close, our_logits, tokens
 
 from checkpoint import save_checkpoint
+from gpt_faster.formats.gguf_mamba import mamba_config
 from gpt_faster.formats.load import load_model, read_checkpoint
+from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.text import tokenizer_files
 from gpt_faster.text.byte_level import bytes_to_unicode
 
@@ -116,23 +119,29 @@ ARCHITECTURES = {"llama2": "llama", "llama3": "llama", "llama-biased": "llama", 
                  "glm4_moe_lite": "deepseek2", "youtu": "deepseek2", "minicpm3": "minicpm3", "mistral4": "mistral4",
                  "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe"}
 ARCHITECTURES |= {"lfm2-plain": "lfm2", "lfm2_moe": "lfm2moe"}
+ARCHITECTURES |= {"granitemoehybrid-mamba": "granitehybrid", "bamba": "granitehybrid", "falcon_h1": "falcon-h1", "falcon_h1-norm": "falcon-h1",
+                  "nemotron_h": "nemotron_h", "nemotron_h-experts": "nemotron_h_moe", "nemotron_h-latent": "nemotron_h_moe",
+                  "mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2", "jamba": "jamba", "jamba-dense": "jamba"}
 # tokenizer.ggml.pre as the converter writes it: by its get_vocab_base_pre(), or as the families' published GGUFs have it.
 PRE = {pre: names.split() for pre, names in {
-    "llama-bpe": "llama3 arcee", "smaug-bpe": "smollm3", "lfm2": "lfm2-plain lfm2_moe", "dbrx": "olmo2 granitemoehybrid",
+    "llama-bpe": "llama3 arcee bamba", "default": "falcon_mamba", "smaug-bpe": "smollm3", "lfm2": "lfm2-plain lfm2_moe", "dbrx": "olmo2 granitemoehybrid granitemoehybrid-mamba",
+    "falcon-h1": "falcon_h1 falcon_h1-norm", "pixtral": "nemotron_h nemotron_h-experts nemotron_h-latent",
     "qwen2": "qwen2 qwen2-yarn qwen3 qwen2_moe qwen3_moe qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_next dots1",
     "qwen35": "qwen3_5_text qwen3_5 qwen3_5_moe", "tekken": "mistral-nemo mistral3 ministral3-long mistral4 apertus",
     "gpt-4o": "gpt_oss", "minimax-m2": "minimax_m2", "solar-open": "solar_open", "seed-coder": "seed_oss", "glm4": "glm4 glm4v glm4v_moe glm4_moe glm4_moe_lite",
     "hunyuan": "hunyuan_v1_moe", "hunyuan-dense": "hunyuan_v1_dense", "deepseek-llm": "deepseek_v2 deepseek_v2-lite",
     "deepseek-v3": "deepseek_v3", "kimi-k2": "kimi_k25", "youtu": "youtu", "exaone4": "exaone4 exaone4-full", "exaone-moe": "exaone_moe",
     "mellum2": "mellum", "starcoder": "starcoder2", "refact": "gpt_bigcode granite granitemoe granitemoeshared", "command-r": "cohere cohere-plus cohere2",
-    "olmo": "olmo olmoe gpt_neox gpt_neox-sequential stablelm stablelm-parallel", "stablelm2": "stablelm-norms", "mpt": "mpt", "gpt-2": "gpt2",
+    "olmo": "mamba mamba2 olmo olmoe gpt_neox gpt_neox-sequential stablelm stablelm-parallel", "stablelm2": "stablelm-norms", "mpt": "mpt", "gpt-2": "gpt2",
     "phi-2": "phi", "falcon": "falcon falcon-new falcon-one_norm", "bloom": "bloom", "jais-2": "jais2", "afmoe": "afmoe"}.items()}
 SENTENCEPIECE = ("llama2 llama-biased mistral-window mixtral gemma gemma2 gemma3_text phi3 phi3-longrope internlm3 ernie4_5 ernie4_5_moe nemotron "
-                 "minicpm3").split()
+                 "minicpm3 jamba jamba-dense").split()
 NO_TOKENIZER = ["iquestcoder", "muse_glimmer"]             # what a converter writes for them is not known here
 LATENT = ("deepseek2", "minicpm3", "mistral4")
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
-PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "olmo", "mistral3", "muse-glimmer")
+MAMBA = ("granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "mamba2")
+MAMBA_ALONE = ("mamba", "mamba2")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee", "olmo", "mistral3", "muse-glimmer", "granitehybrid")
 BY_GROUP = ("gptneox", "bloom", "falcon")                  # which the converter undoes
 KEYS = {                                                   # after the architecture's name: config attribute
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
@@ -172,6 +181,55 @@ def old_latent_keys(c):
             "attention.key_length": c.qk_nope_head_dim + c.qk_rope_head_dim}
 
 
+def mamba1_keys(c):
+    return {"ssm.inner_size": 2 * c.hidden_size, "ssm.conv_kernel": getattr(c, "mamba_d_conv", None) or c.conv_kernel,
+            "ssm.state_size": getattr(c, "mamba_d_state", None) or c.state_size,
+            "ssm.time_step_rank": getattr(c, "mamba_dt_rank", None) or c.time_step_rank}
+
+
+def alone_keys(c):
+    """Zeros for what they have not, and any length."""
+    keys = mamba1_keys(c) if "falcon" in c.model_type or c.model_type == "mamba" else {
+        "ssm.inner_size": 2 * c.hidden_size, "ssm.conv_kernel": c.conv_kernel, "ssm.state_size": c.state_size,
+        "ssm.time_step_rank": c.num_heads, "ssm.group_count": c.n_groups}
+    return keys | {"context_length": 1 << 20, "feed_forward_length": 0, "attention.head_count": 0,
+                   "attention.layer_norm_rms_epsilon": c.layer_norm_epsilon, "attention.layer_norm_epsilon": None,
+                   "ssm.dt_b_c_rms": c.model_type == "falcon_mamba"}
+
+
+def jamba_keys(c):
+    return mamba1_keys(c) | {"attention.head_count_kv": [
+        c.num_key_value_heads if kind == "attention" else 0 for kind in c.layers_block_type]}
+
+
+def mamba_keys(c):
+    if c.model_type == "mamba2":
+        return alone_keys(c)
+    n_head = getattr(c, "mamba_n_heads", None) or c.mamba_num_heads
+    inner = getattr(c, "mamba_d_ssm", None) or n_head * (getattr(c, "mamba_d_head", None) or c.mamba_head_dim)
+    return {"ssm.inner_size": inner, "ssm.time_step_rank": n_head, "ssm.conv_kernel": getattr(c, "mamba_d_conv", None) or c.conv_kernel,
+            "ssm.state_size": getattr(c, "mamba_d_state", None) or c.ssm_state_size,
+            "ssm.group_count": getattr(c, "mamba_n_groups", None) or c.n_groups}
+
+
+def granite_hybrid_keys(c):
+    """A switch of llama.cpp for RoPE, which Bamba has and Granite 4.0 H has not."""
+    return mamba_keys(c) | {
+        "attention.head_count_kv": [c.num_key_value_heads if kind == "full_attention" else 0 for kind in c.layer_types],
+        "rope.scaling.finetuned": c.model_type == "bamba", "expert_shared_feed_forward_length": getattr(c, "shared_intermediate_size", None)}
+
+
+def nemotron_h_keys(c):
+    """Layers of one branch each: those with Mamba have neither heads nor a feed-forward width."""
+    width = c.moe_intermediate_size if "moe" in c.layers_block_type else c.intermediate_size
+    return mamba_keys(c) | {
+        "attention.head_count_kv": [c.num_key_value_heads if kind == "full_attention" else 0 for kind in c.layers_block_type],
+        "feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in c.layers_block_type],
+        "attention.layer_norm_rms_epsilon": c.layer_norm_epsilon, "attention.key_length": c.head_dim, "attention.value_length": c.head_dim,
+        "expert_shared_feed_forward_length": c.moe_shared_expert_intermediate_size, "moe_latent_size": c.moe_latent_size,
+        "expert_group_used_count": None}
+
+
 OTHER_KEYS = {                                             # what a converter writes on its own account
     "gptneox": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
     "phi2": lambda c: {"attention.layer_norm_epsilon": c.layer_norm_eps},
@@ -205,6 +263,11 @@ OTHER_KEYS = {                                             # what a converter wr
         "ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim, "ssm.group_count": c.linear_num_key_heads,
         "ssm.time_step_rank": c.linear_num_value_heads, "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim,
         "full_attention_interval": 4, **({"nextn_predict_layers": 1, "block_count": 5} if getattr(c, "num_mtp_layers", 0) else {})}),
+    "mamba": alone_keys, "mamba2": alone_keys, "jamba": jamba_keys,
+    "granitehybrid": granite_hybrid_keys, "falcon-h1": lambda c: mamba_keys(c) | {"embedding_scale": None},
+    "nemotron_h_moe": nemotron_h_keys, "nemotron_h": lambda c: nemotron_h_keys(c) | dict.fromkeys((
+        "expert_used_count", "expert_feed_forward_length", "expert_shared_count", "expert_weights_scale", "expert_weights_norm",
+        "expert_group_count", "expert_shared_feed_forward_length")),
     "exaone-moe": lambda c: {"expert_shared_count": c.num_shared_experts, "nextn_predict_layers": 1, "block_count": 5},
 }
 INSTEAD = {                                                # HF's name where gguf's own table has none
@@ -220,8 +283,11 @@ INSTEAD = {                                                # HF's name where ggu
     "mlp.gate.moe_statics.e_score_correction_bias": ("exp_probs_b.bias",), "mlp.expert_bias": ("exp_probs_b.bias",),
     "mlp.router.gate.weight": ("ffn_gate_inp.weight",), "mlp.gate.wg.weight": ("ffn_gate_inp.weight",),
     "self_attn.gate_proj.weight": ("attn_gate.weight",), "self_attn.query_layernorm.weight": ("attn_q_norm.weight",),
+    "feed_forward.router.weight": ("ffn_gate_inp.weight",),
     "feed_forward.experts.gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "feed_forward.experts.down_proj": ("ffn_down_exps.weight",), "feed_forward.expert_bias": ("exp_probs_b.bias",),
+    "mixer.experts.up_proj": ("ffn_up_exps.weight",), "mixer.experts.down_proj": ("ffn_down_exps.weight",),
+    "mixer.gate.e_score_correction_bias": ("exp_probs_b.bias",),
     "self_attn.key_layernorm.weight": ("attn_k_norm.weight",), "block_sparse_moe.gate.weight": ("ffn_gate_inp.weight",),
     **{f"mlp.{part}.{kind}_proj.weight": (f"ffn_{kind}_shexp.weight",) for part in ("shared_experts", "shared_mlp")
        for kind in ("gate", "up", "down")},
@@ -265,6 +331,36 @@ def delta_as_llama_cpp(name, t, arch, c):
     return [(name, t)]
 
 
+def mamba_as_llama_cpp(name, t, arch, c):
+    """What the converter makes of Mamba-2's tensors: decays worked out, vectors as matrices, Falcon-H1's multipliers multiplied in."""
+    keys = mamba_keys(c)
+    inner, n_group, n_state = (keys[f"ssm.{key}"] for key in ("inner_size", "group_count", "state_size"))
+    if arch.startswith("nemotron"):
+        name = name.replace("model.", "backbone.")
+    if arch == "falcon-h1":
+        parts = [inner, inner, n_group * n_state, n_group * n_state, keys["ssm.time_step_rank"]]
+        by_part = torch.cat([torch.full((n,), float(by)) for n, by in zip(parts, c.ssm_multipliers)])[:, None]
+        factors = {"down_proj": c.mlp_multipliers[1], "gate_proj": c.mlp_multipliers[0], "k_proj": c.key_multiplier * c.attention_in_multiplier,
+                   "q_proj": c.attention_in_multiplier, "v_proj": c.attention_in_multiplier, "o_proj": c.attention_out_multiplier,
+                   "out_proj": c.ssm_out_multiplier, "in_proj": c.ssm_in_multiplier * by_part, "lm_head": c.lm_head_multiplier,
+                   "embed_tokens": c.embedding_multiplier}
+        module = name.split(".")[-2]
+        t = t * factors.get(module, 1)
+    if "conv1d.weight" in name:
+        t = t.squeeze()
+    if name.endswith("A_log"):
+        t = -t.exp()
+    if name.endswith((".A_log", ".D")):
+        t = t[:, None]
+    if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        t = t.view(n_group, -1)
+    return name.replace("dt_bias", "dt_proj.bias"), t
+
+
+def mamba1_as_llama_cpp(name, t):
+    return name, -t.exp() if name.endswith("A_log") else t.squeeze() if "conv1d.weight" in name else t
+
+
 DELTA_INSTEAD = {f"linear_attn.{theirs}": (ours,) for theirs, ours in {
     "in_proj_qkv.weight": "attn_qkv.weight", "in_proj_z.weight": "attn_gate.weight", "in_proj_a.weight": "ssm_alpha.weight",
     "in_proj_b.weight": "ssm_beta.weight", "in_proj_ba.weight": "ssm_ba.weight", "conv1d.weight": "ssm_conv1d.weight", "A_log": "ssm_a",
@@ -274,13 +370,18 @@ DELTA_INSTEAD = {f"linear_attn.{theirs}": (ours,) for theirs, ours in {
 def as_llama_cpp(model, arch, split_kv_b=True):
     """(name, tensor) as llama.cpp's converter writes them: split, permuted, transposed, norms of 1 + w."""
     c = getattr(model.config, "text_config", model.config)
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    n_head = getattr(c, "num_attention_heads", 1)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // n_head
     known = {v: k for k, v in gguf.MODEL_ARCH_NAMES.items()}
     younger = {"mistral4": known["deepseek2"], "mellum": known["dots1"], "muse-glimmer": known["gemma3"]}                      # than the package
     names = gguf.get_tensor_name_map(known.get(arch, younger.get(arch)), c.num_hidden_layers)
     tensors = model.state_dict().items()
     if arch in DELTA:
         tensors = [pair for name, t in tensors for pair in delta_as_llama_cpp(name, t, arch, c)]
+    if arch in MAMBA:
+        tensors = [mamba_as_llama_cpp(name, t, arch, c) for name, t in tensors]
+    if arch in ("mamba", "jamba"):
+        tensors = [mamba1_as_llama_cpp(name, t) for name, t in tensors]
     for name, t in tensors:
         if name == "lm_head.weight" and is_tied(model) or "vis" in name or "projector" in name:
             continue
@@ -324,7 +425,7 @@ def as_llama_cpp(model, arch, split_kv_b=True):
                     ".0.weight", f".{i}.weight") in head]
                 yield f"blk.{prefix[2]}.attn_{inner[10]}_norm.weight", torch.stack(heads).numpy()
             continue
-        if arch == "granitemoe" and "shared_mlp" in inner:
+        if "shared_mlp" in inner and (arch == "granitemoe" or arch == "granitehybrid" and c.num_local_experts):
             into = tuple(n.replace(".weight", "_shexp.weight") for n in into)
         if arch == "muse-glimmer" and inner == "self_attn.q_proj.weight":
             for kind, factor in (("q", c.qk_scale_factor), ("k", 1.0)):
@@ -337,9 +438,15 @@ def as_llama_cpp(model, arch, split_kv_b=True):
         yield from zip(theirs, (p.contiguous().numpy() for p in pieces))
 
 
+def is_quantized(name, t):
+    """What llama.cpp quantizes: matrices, but no convolutions, decays, skips and norms of Mamba layers."""
+    return t.ndim >= 2 and t.shape[-1] % 32 == 0 and "ssm_norm" not in name
+
+
 def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b=True, tokenizer_of=None):
     c, w = getattr(model.config, "text_config", model.config), gguf.GGUFWriter(str(path), arch)
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    n_head = getattr(c, "num_attention_heads", 1)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // n_head
     if arch in LATENT:
         head_dim = c.qk_rope_head_dim
     values = {key: getattr(c, attribute, None) for key, attribute in KEYS.items()} | OTHER_KEYS.get(arch, lambda c: {})(c)
@@ -357,9 +464,10 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
             add([getattr(layer.mlp.act_fn, alpha).item() for layer in model.model.layers])
     if arch == "exaone-moe":                               # its head that drafts, as a layer more
         w.add_tensor("blk.4.nextn.eh_proj.weight", np.ones((4, 4), np.float32))
-    if head_dim != c.hidden_size // c.num_attention_heads and arch not in LATENT:
+    if head_dim != c.hidden_size // n_head and arch not in (*LATENT, *MAMBA_ALONE) and "attention.key_length" not in values:
         w.add_key_length(head_dim)
-    if n_expert := getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None):
+    n_expert = getattr(c, "num_experts", None) or getattr(c, "num_local_experts", None)
+    if n_expert and arch != "nemotron_h":
         w.add_expert_count(n_expert)
     if arch == "gpt-oss":
         w.add_expert_feed_forward_length(c.intermediate_size)
@@ -375,7 +483,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
         rope = rope["full_attention"]
     if rope.get("alpha"):                                  # the base that it makes
         rope = dict(rope_type="default", rope_theta=rope["rope_theta"] * rope["alpha"] ** (head_dim / (head_dim - 2)))
-    if arch not in ("gpt2", "bloom", "mpt", "starcoder"):
+    if arch not in ("gpt2", "bloom", "mpt", "starcoder", "jamba", *MAMBA_ALONE):
         w.add_rope_freq_base(rope["rope_theta"])
         w.add_rope_dimension_count(int(head_dim * (arch not in LATENT and rope.get("partial_rotary_factor") or 1)))
     if rope["rope_type"] in ("linear", "yarn"):
@@ -393,7 +501,7 @@ def write_gguf(model, arch, path, kind="F32", more=(), vocabulary=(), split_kv_b
     w.add_uint32("tokenizer.ggml.eot_token_id", 5)
     kind = gguf.GGMLQuantizationType[kind]
     for name, t in as_llama_cpp(model, arch, split_kv_b):
-        quantize = t.ndim >= 2 and kind.name != "F32"
+        quantize = kind.name != "F32" and is_quantized(name, t)
         w.add_tensor(name, gguf.quantize(t, kind) if quantize else t,
                      raw_dtype=kind if quantize else gguf.GGMLQuantizationType.F32)
     if vocabulary:
@@ -480,6 +588,10 @@ def test_gguf(families, name, tmp_path):
         model.config.text_config.rope_parameters["llama_4_scaling_beta"] = 0.0
     if name in ("falcon-new", "falcon-one_norm"):          # no key of another width, no bias
         model = variant(name, ffn_hidden_size=256, bias=False)
+    if name in ("bamba", "jamba-dense"):                   # llama.cpp has no bias there
+        model = variant(name, mamba_proj_bias=False)
+    if name == "falcon_mamba":                             # no key of this
+        model = variant(name, mixer_rms_eps=1e-6)
     if name in ("qwen2_moe", "qwen3_moe"):                 # every layer is a mixture
         model = variant(name, mlp_only_layers=[], decoder_sparse_step=1)
     if ARCHITECTURES[name] in DELTA:                       # every fourth layer has full attention
@@ -498,6 +610,36 @@ def test_gguf(families, name, tmp_path):
         assert tokenizer.n_vocab == source.cfg.vocab_size
     assert source.cfg.tied == is_tied(model)
     close(our_logits(path, tokens()), tiny.logits(model, tokens()))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("name", ["granitemoehybrid-mamba", "falcon_h1", "nemotron_h-latent", "mamba", "mamba2", "jamba"])
+def test_quantized_gguf_with_mamba_layers(families, name, kind, tmp_path, monkeypatch):
+    """The logits of the numbers in it, and of its four bits kept."""
+    (_, model), arch, q = families(name), ARCHITECTURES[name], gguf.GGMLQuantizationType[kind]
+    path = write_gguf(model, arch, tmp_path / "quantized.gguf", kind)
+    numbers = [(n, gguf.dequantize(gguf.quantize(t, q), q) if is_quantized(n, t) else t) for n, t in as_llama_cpp(model, arch)]
+    monkeypatch.setattr(sys.modules[__name__], "as_llama_cpp", lambda *_: numbers)
+    expected = our_logits(write_gguf(model, arch, tmp_path / "plain.gguf"), tokens())
+    close(our_logits(path, tokens()), expected)
+    if kind == "Q4_0":
+        low = load_model(quantized(read_checkpoint(path), "int4", 32, "none"), torch.float32, "cpu")
+        low.setup_cache(0, 24)
+        found = low(tokens(), torch.arange(24), logits_to_keep=24)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * expected.std().item())
+
+
+def test_what_a_gguf_with_mamba_layers_may_not_say():
+    sizes = {f"nemotron_h.ssm.{key}": 8 for key in ("inner_size", "time_step_rank", "conv_kernel", "state_size", "group_count")}
+    tensors = dict.fromkeys(("blk.0.ssm_in.weight", "blk.1.attn_q.weight", "blk.1.ffn_gate_inp.weight"))
+    for change, message in ((dict(), "layer 1 has attention and moe, expected one of mamba, attention, moe, mlp"),
+                            ({"nemotron_h.ssm.state_size": 0}, "'nemotron_h.ssm.state_size' is 0, expected a whole number above 0"),
+                            ({"nemotron_h.ssm.group_count": None}, "'nemotron_h.ssm.group_count' is None"),
+                            ({"nemotron_h.ssm.inner_size": 9}, "ssm.inner_size .9. is not a multiple of ssm.time_step_rank .8.")):
+        with pytest.raises(ValueError, match=message):
+            mamba_config("nemotron_h", dict(num_hidden_layers=3), sizes | change, tensors)
+    with pytest.raises(ValueError, match="layer 1 has nothing"):
+        mamba_config("nemotron_h", dict(num_hidden_layers=2), sizes, {"blk.0.ssm_in.weight": None})
 
 
 def test_gguf_before_kv_b_was_split(families, tmp_path):

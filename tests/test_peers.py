@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-from test_formats import write_gguf
+from helpers import GREEDY, generated
+from test_formats import ARCHITECTURES, variant, write_gguf
 
 from gpt_faster.bench import exports, peers, worker
 from gpt_faster.bench.weights import Weights
@@ -191,6 +192,27 @@ def serves_as_one_by_one(peer):
     assert several["ids"] == [peer(*request)["ids"] for request in zip(prompts, counts)]
     for first_s, request_s in zip(several["first_s"], several["request_s"]):
         assert 0 < first_s <= request_s <= several["total_s"]
+
+
+# What llama.cpp cannot run of a tiny config: an MLP beside experts, a convolution without bias, other eps of some norms.
+STATE_SPACES = {
+    "granitemoehybrid-mamba": {}, "falcon_h1": {}, "falcon_h1-norm": dict(mamba_conv_bias=True), "nemotron_h": {},
+    "nemotron_h-latent": dict(layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "moe"]),
+    "mamba": {}, "mamba2": {}, "falcon_mamba": dict(mixer_rms_eps=1e-5), "jamba": {}}
+
+
+@pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no .venv-peers: scripts/install_peers.sh")
+@pytest.mark.parametrize("name", STATE_SPACES)
+def test_llama_cpp_says_the_same_of_state_spaces(name, tmp_path):
+    """A tiny GGUF as the converter writes it: greedy tokens of llama.cpp and of our reader."""
+    path = write_gguf(variant(name, **STATE_SPACES[name]), ARCHITECTURES[name], tmp_path / "model.gguf", tokenizer_of=name)
+    model, prompt = load_model(read_checkpoint(path), torch.float32, "cpu"), [11, 42, 7, 99, 3, 150, 77, 20, 5, 61]
+    model.setup_cache(1, 64)
+    peer = peers.Peer("llama.cpp", path, **dict(HOW, length=64))
+    try:
+        assert peer(prompt, 16)["ids"] == [t.item() for t in generated(model, [prompt], 16, GREEDY)]
+    finally:
+        peer.close()
 
 
 @pytest.mark.skipif(not HAS_LLAMA_CPP, reason="no .venv-peers: scripts/install_peers.sh")

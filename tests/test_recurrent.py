@@ -1,6 +1,7 @@
-"""Recurrent layers (gated DeltaNet, Mamba-2, Mamba-2 beside attention): every way to run them gives what the recurrence
+"""Recurrent layers (gated DeltaNet, Mamba-2 and 1, Mamba-2 beside attention): every way to run them gives what the recurrence
 gives, and their states do what law 3 says."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,10 @@ from generate import Steps, decode_one_token
 from gpt_faster.decoding.engines import rewind
 from gpt_faster.formats.config import config_from_hf
 from gpt_faster.formats.load import load_model, read_checkpoint
-from gpt_faster.layers import mamba
+from gpt_faster.layers import mamba, mamba1
 from gpt_faster.layers.delta import CHUNK, GatedDelta, chunked, step_by_step
 from gpt_faster.layers.recurrent import max_rewind
+from gpt_faster.layers.zamba import SharedTransformer, TokenEmbedding, ZambaBlocks
 from model import ModelConfig, Transformer, cache_bytes
 
 SHAPE = GatedDelta(n_k_head=2, n_v_head=4, k_dim=16, v_dim=24)
@@ -22,7 +24,10 @@ CFG = ModelConfig(dim=48, n_layer=3, n_head=4, n_kv_head=2, head_dim=16, ffn_dim
                   mixer=(SHAPE, SHAPE, None))
 MAMBA = mamba.Mamba2(n_head=4, head_dim=24, n_group=2, state_dim=16)
 CFGS = {"delta": CFG, "mamba": replace(CFG, mixer=(MAMBA, replace(MAMBA, n_group=1, norm=False), None)),
-        "beside": replace(CFG, mixer=(mamba.AttentionAndMamba(MAMBA), replace(MAMBA, conv_bias=False), None))}
+        "mamba1": replace(CFG, mixer=(mamba1.Mamba1(72, 8, 5, norm=True), mamba1.Mamba1(96, 16, 12, n_tap=3, conv_bias=False), None)),
+        "beside": replace(CFG, mixer=(mamba.AttentionAndMamba(MAMBA), replace(MAMBA, conv_bias=False), None)),
+        "shared": replace(CFG, mixer=(SharedTransformer(MAMBA, rank=8, adapts_attention=True), MAMBA, SharedTransformer(MAMBA, source=0, rank=4)),
+                          block=ZambaBlocks(), per_layer=TokenEmbedding())}
 
 
 @pytest.fixture(scope="module", params=CFGS)
@@ -36,7 +41,7 @@ def tiny_model(cfg=CFG, seed=0):
     for name, p in model.named_parameters():
         if name.endswith("decay_rate"):
             p.copy_(-torch.rand_like(p) * 2)               # from hardly forgetting to forgetting at once
-        elif name.endswith(("decay_bias", "conv_bias", "skip")):
+        elif name.endswith(("decay_bias", "conv_bias", "taps_bias", "skip")):
             p.normal_()
         elif p.dim() > 1:
             p.normal_(0, 0.7 if "embed" in name else p.shape[-1] ** -0.5)
@@ -133,6 +138,40 @@ def test_both_forms_of_mamba_are_the_recurrence(T):
         state = state[-1] if isinstance(state, list) else state
         torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(state[-1, -1], last, rtol=1e-9, atol=1e-9)
+
+
+def mamba1_inputs(T, dtype, width=40, dk=8, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(2, T, n, generator=g, dtype=torch.float64) for n in (dk, dk, width))
+    step = torch.rand(2, T, width, generator=g, dtype=torch.float64)
+    step[:, ::9] = 0                                       # as padding
+    rate, state = -3 * torch.rand(width, dk, generator=g, dtype=torch.float64), torch.randn(2, width, dk, generator=g, dtype=torch.float64)
+    return [t.to(dtype) for t in (rate, q, k, v, step, state)]
+
+
+def mamba1_recurrence(rate, q, k, v, step, state):
+    """As the paper has it, an entry of the state at a time."""
+    ys = []
+    for t in range(q.shape[1]):
+        state = (step[:, t, :, None] * rate).exp() * state + step[:, t, :, None] * v[:, t, :, None] * k[:, t, None]
+        ys.append(torch.einsum("bis,bs->bi", state, q[:, t]))
+    return torch.stack(ys, 1), state
+
+
+@pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 65, 130])
+def test_both_forms_of_mamba1_are_the_recurrence(T):
+    expected, last = mamba1_recurrence(*mamba1_inputs(T, torch.float64))
+    for form in (mamba1.chunked, mamba1.step_by_step):
+        y, state = form(*mamba1_inputs(T, torch.float64))
+        torch.testing.assert_close(y, expected)
+        torch.testing.assert_close(state[-1] if isinstance(state, list) else state, last)
+
+
+def test_error_of_mamba1_after_2000_steps():
+    exact = mamba1.step_by_step(*mamba1_inputs(2000, torch.float64))[0]
+    for form in (mamba1.chunked, mamba1.step_by_step):
+        error = (form(*mamba1_inputs(2000, torch.float32))[0] - exact).abs() / exact.std()
+        assert error.max() < 1e-5
 
 
 def test_error_of_mamba_after_2000_steps():
@@ -309,7 +348,8 @@ def test_a_conversation_goes_on_from_the_state(cfg):
 
 # ---- Against transformers -----------------------------------------------------------------------
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe", "granitemoehybrid-mamba", "bamba", "falcon_h1", "nemotron_h-experts"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe", "granitemoehybrid-mamba", "bamba", "falcon_h1", "nemotron_h-experts",
+                                  "mamba", "falcon_mamba", "mamba2", "jamba", "zamba2"])
 def test_prompts_around_a_chunk(families, name):
     """Of 1 to 200 tokens, and greedily on from there, with and without a cache."""
     directory, theirs = families(name)
@@ -380,6 +420,65 @@ def test_planted_errors_in_mamba(families, name, part, change):
     with torch.no_grad():
         p.copy_(change(p))
     assert (whole(model, prompt) - expected).norm() > 0.003 * expected.norm()
+
+
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba", "jamba"])
+@pytest.mark.parametrize("part, change", [
+    ("taps", reversed_), ("taps_bias", torch.zeros_like), ("decay_rate", reversed_), ("decay_bias", torch.zeros_like), ("skip", torch.zeros_like),
+    ("v.weight", reversed_), ("gate.weight", reversed_), ("step.weight", reversed_), ("norm_q.weight", lambda t: t + 1),
+    ("select.weight", lambda t: torch.cat((t[:-16], t[-8:], t[-16:-8])))])         # keys for queries
+def test_planted_errors_in_mamba1(families, name, part, change):
+    directory, theirs = families(name)
+    model = load_model(read_checkpoint(directory), torch.float32, "cpu")
+    layer = next(layer for layer in model.layers if hasattr(layer.attn, "select"))
+    if part == "norm_q.weight" and name == "mamba":
+        pytest.skip("it has none")
+    prompt = tokens(24)
+    expected = tiny.logits(theirs, prompt)
+    close(whole(model, prompt), expected)
+    p = layer.attn.get_parameter(part)
+    with torch.no_grad():
+        p.copy_(change(p))
+    assert (whole(model, prompt) - expected).norm() > 0.003 * expected.norm()
+
+
+def test_what_a_config_of_mamba1_may_not_say():
+    base = dict(model_type="mamba", hidden_size=64, num_hidden_layers=2, vocab_size=99)
+    [layer] = config_from_hf(base)[0].mixer
+    assert (layer.width, layer.state_dim, layer.step_rank, layer.n_tap, layer.norm) == (128, 16, 4, 4, False)
+    for change, message in ((dict(state_size=0), "'mamba_d_state' is 0"), (dict(conv_kernel=1), "a convolution of 1 is too small"),
+                            (dict(time_step_rank="all"), "'mamba_dt_rank' is 'all'"), (dict(hidden_act="gelu_new"), "only silu"),
+                            (dict(model_type="falcon_mamba", mixer_rms_eps="x"), "'mixer_rms_eps' is 'x'"),
+                            (dict(model_type="jamba", intermediate_size=96, num_attention_heads=4, attn_layer_period=0), "'attn_layer_period' is 0"),
+                            (dict(model_type="mamba2", num_heads=3, head_dim=64), "3 Mamba heads of 64 channels, expected 128")):
+        with pytest.raises(ValueError, match=message):
+            config_from_hf(base | change)
+
+
+ORIGINAL = dict(d_model=64, n_layer=4, vocab_size=157, rms_norm=True, residual_in_fp32=True, fused_add_norm=True, pad_vocab_size_multiple=8)
+
+
+@pytest.mark.parametrize("name, ssm_cfg", [
+    ("mamba", dict(d_state=8)), ("mamba2-one_group", dict(layer="Mamba2", d_state=16, headdim=32, bias=True, conv_bias=False))])
+def test_as_the_state_spaces_repositories_have_it(families, name, ssm_cfg, tmp_path):
+    """Keys of their own, no model_type, a vocabulary that is padded in the weights."""
+    directory, theirs = families(name)
+    if name == "mamba2-one_group":
+        theirs.config.time_step_limit = (0.0, float("inf"))    # no key of this
+        for layer in theirs.backbone.layers:
+            layer.mixer.time_step_limit = (0.0, float("inf"))
+    state = {key.replace("embeddings", "embedding"): t for key, t in theirs.state_dict().items()}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(dict(ORIGINAL, ssm_cfg=ssm_cfg, attn_layer_idx=[], tie_embeddings=True)))
+    model = load_model(read_checkpoint(tmp_path), torch.float32, "cpu")
+    close(whole(model, tokens(24)), tiny.logits(theirs, tokens(24)))
+    if name != "mamba":
+        for layer in theirs.backbone.layers:
+            layer.mixer.time_step_limit = (0.1, 1.5)
+    for change, message in ((dict(attn_layer_idx=[1]), "'attn_layer_idx' is"), (dict(rms_norm=False), "'rms_norm' is False"),
+                            (dict(ssm_cfg=dict(layer="Mamba3")), "'ssm_cfg' with 'Mamba3'"), (dict(ssm_cfg=dict(d_has=1)), "with ..d_has..")):
+        with pytest.raises(ValueError, match=message):
+            config_from_hf(dict(ORIGINAL, ssm_cfg=ssm_cfg) | change)
 
 
 @pytest.mark.parametrize("change", [dict(norm_first=True), dict(norm=False), dict(min_step=0.5), dict(max_step=0.1)])

@@ -105,7 +105,10 @@ def checkpoint(families, heads, tmp_path_factory):
 
 
 N_TOGETHER = 8
-TOGETHER = [list(tiny.FAMILIES)[i:i + N_TOGETHER] for i in range(0, len(tiny.FAMILIES), N_TOGETHER)]
+WHOLE = {name: "Mamba 1 layer" for name in ("mamba", "mamba-biased", "falcon_mamba", "jamba", "jamba-dense")}      # not split
+WHOLE |= {name: "shared transformer block" for name in ("zamba2", "zamba2-one_block", "zamba2-untied")}
+SPLIT = [name for name in tiny.FAMILIES if name not in WHOLE]
+TOGETHER = [SPLIT[i:i + N_TOGETHER] for i in range(0, len(SPLIT), N_TOGETHER)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -149,7 +152,13 @@ def put_together(key, t, parts):
     return torch.cat(distinct, dim=axis)
 
 
-@pytest.mark.parametrize("name", [*tiny.FAMILIES, "for-int4-llama", "for-int4-mixtral"])
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_is_not_split_is_refused(checkpoint, name):
+    with pytest.raises(ValueError, match=f"{WHOLE[name]}, which is not split, of 1 cannot be split across 2 ranks; possible: only 1"):
+        tp.shard(read_checkpoint(checkpoint(name)), 2, 0)
+
+
+@pytest.mark.parametrize("name", [*SPLIT, "for-int4-llama", "for-int4-mixtral"])
 def test_parts_make_up_the_whole(checkpoint, name):
     """As they are, in int8 and int4: a rank's numbers and scales are those that the whole model has."""
     original = read_checkpoint(checkpoint(name))

@@ -42,6 +42,10 @@ IDS = dict(bos_token_id=1, eos_token_id=2)
 PADDED = dict(IDS, pad_token_id=0)
 NEMOTRON = dict({k: v for k, v in SIZE.items() if k not in ("num_hidden_layers", "rms_norm_eps")}, head_dim=24, ssm_state_size=16,
                 mamba_num_heads=8, mamba_head_dim=16, n_groups=4, **PADDED)
+ALONE = dict(hidden_size=64, num_hidden_layers=4, vocab_size=160, **PADDED)
+ZAMBA = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, mamba_d_state=16,
+             n_mamba_heads=8, adapter_rank=8, rms_norm_eps=1e-5, **PADDED)
+JAMBA = dict(mamba_d_state=8, num_experts_per_tok=2, **PADDED)
 GRANITE = dict(embedding_multiplier=3.0, logits_scaling=1.5, residual_multiplier=0.6, attention_multiplier=0.1)
 FALCON = dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, vocab_size=160, max_position_embeddings=128, **IDS)
 GPT = dict(n_embd=64, n_layer=4, n_head=4, n_positions=128, vocab_size=160, **IDS)
@@ -271,6 +275,22 @@ FAMILIES = {
     "nemotron_h-latent": lambda: hf.NemotronHConfig(
         **NEMOTRON, **MOE, layers_block_type=["mlp", "linear_attention", "moe", "full_attention", "moe"], n_routed_experts=8,
         moe_shared_expert_intermediate_size=64, moe_latent_size=32),
+    "mamba": lambda: hf.MambaConfig(**ALONE, state_size=8),
+    "mamba-biased": lambda: hf.MambaConfig(**ALONE, state_size=8, use_bias=True, use_conv_bias=False, time_step_rank=5, conv_kernel=3,
+                                           tie_word_embeddings=False),
+    "falcon_mamba": lambda: hf.FalconMambaConfig(**ALONE, state_size=8, time_step_rank=12, mixer_rms_eps=1e-3),
+    "mamba2": lambda: hf.Mamba2Config(**ALONE, state_size=16, num_heads=8, head_dim=16, n_groups=4),
+    "mamba2-one_group": lambda: hf.Mamba2Config(**ALONE, state_size=16, num_heads=4, head_dim=32, n_groups=1, use_bias=True, use_conv_bias=False,
+                                                time_step_limit=(0.1, 1.5), tie_word_embeddings=True),
+    "jamba": lambda: hf.JambaConfig(**SIZE, **JAMBA, num_experts=4, attn_layer_period=3, attn_layer_offset=1),
+    "jamba-dense": lambda: hf.JambaConfig(**SIZE, **JAMBA, num_experts=1, attn_layer_period=2, attn_layer_offset=0, mamba_proj_bias=True,
+                                          mamba_dt_rank=6, mamba_conv_bias=False),
+    "zamba2": lambda: hf.Zamba2Config(**ZAMBA, num_mem_blocks=2, use_shared_attention_adapter=True, use_mem_rope=True, mamba_ngroups=2,
+                                      layers_block_type=["hybrid", "hybrid", "mamba", "hybrid"], num_hidden_layers=4),
+    "zamba2-untied": lambda: hf.Zamba2Config(**ZAMBA, num_mem_blocks=1, tie_word_embeddings=False, num_hidden_layers=3,
+                                             layers_block_type=["hybrid", "mamba", "hybrid"]),
+    "zamba2-one_block": lambda: hf.Zamba2Config(**ZAMBA, num_mem_blocks=1, num_key_value_heads=2, add_bias_linear=True,
+                                                layers_block_type=["mamba", "hybrid", "mamba", "hybrid"], num_hidden_layers=4),
     "granitemoehybrid-experts": lambda: hf.GraniteMoeHybridConfig(**{**HYBRID, "intermediate_size": 32, "num_local_experts": 6},
                                                                   num_experts_per_tok=2, position_embedding_type="rope"),
     "muse_glimmer": lambda: hf.MuseGlimmerConfig(
@@ -322,7 +342,8 @@ FAMILIES = {
 # Between them, these have every field of ModelConfig at a value that is not its default.
 COVER = ("llama3", "mistral-window", "gemma2", "gemma3_text", "qwen2_moe", "gpt_oss", "olmo2", "phi3-longrope", "gpt2", "granite",
          "smollm3", "glm4_moe", "gemma4", "gemma4-26b", "phi", "mpt", "muse_glimmer", "hunyuan_v1_dense", "ministral3-long",
-         "deepseek_v2", "qwen3_5_text", "lfm2", "kolibri1", "laguna", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h-latent")
+         "deepseek_v2", "qwen3_5_text", "lfm2", "kolibri1", "laguna", "olmo_hybrid", "bamba", "falcon_h1", "nemotron_h-latent",
+         "falcon_mamba", "jamba", "zamba2")
 
 MODELS = {                                                 # for docs/models.md: who is of this model_type
     "llama": "Llama 2, 3, 3.1 to 3.3, CodeLlama, TinyLlama, SmolLM, SmolLM2, Yi, R1-Distill-Llama",
@@ -343,6 +364,8 @@ MODELS = {                                                 # for docs/models.md:
     "glm4_moe": "GLM-4.5, 4.6, 4.7, Air", "glm4v_text": "GLM-4.1V 9B, its text part", "glm4v_moe_text": "GLM-4.5V, 4.6V, their text part", "dots1": "dots.llm1", "solar_open": "Solar Open 100B", "exaone_moe": "K-EXAONE",
     "hy_v3": "Hunyuan 3", "minimax_m2": "MiniMax-M2", "mellum": "Mellum 2", "vaultgemma": "VaultGemma", "flex_olmo": "FlexOlmo", "granitemoehybrid": "Granite 4.0: micro, 1b, 350m; H: micro, tiny, small", "bamba": "Bamba 9B",
     "nemotron_h": "Nemotron-H, Nemotron Nano 9B v2, Nemotron 3 Nano, Super", "falcon_h1": "Falcon-H1 0.5B to 34B",
+    "mamba": "Mamba 130M to 2.8B", "falcon_mamba": "Falcon Mamba 7B", "mamba2": "Mamba-2 130M to 2.7B, Mamba-Codestral 7B",
+    "zamba2": "Zamba 2 1.2B, 2.7B, 7B", "jamba": "Jamba v0.1, 1.5 Mini, 1.5 Large, Reasoning 3B",
     "granite_swa": "Granite with windows and sinks", "seed_oss": "Seed-OSS 36B", "exaone4": "EXAONE 4.0", "ministral": "Ministral 8B (2410)",
     "ministral3": "Ministral 3, Devstral 2 and Small 2, Mistral Medium 3.5", "cwm": "CWM", "internlm3": "InternLM3", "iquestcoder": "IQuest-Coder", "ernie4_5": "ERNIE 4.5 0.3B",
     "glm": "GLM-4 9B (glm-4-9b-chat-hf)", "glm4": "GLM-4 9B, 32B (0414)", "helium": "Helium 1", "arcee": "AFM 4.5B", "starcoder2": "StarCoder2",
@@ -362,6 +385,25 @@ MODELS = {                                                 # for docs/models.md:
 }
 
 
+# What people run of it in 2026, the most downloaded first (stored pages of the Hub); a type that is not here: little.
+RUN_MOST = {
+    "llama": "Llama 3.1 8B, Llama 3.2 1B and 3B, Llama 3.3 70B, TinyLlama 1.1B", "mistral": "7B v0.3, Small 24B, Nemo 12B",
+    "mixtral": "8x7B", "qwen2": "Qwen2.5 0.5B to 72B, Coder 7B and 32B", "qwen3": "0.6B, 4B, 8B, 32B", "qwen3_moe": "30B-A3B, Coder 30B-A3B, 235B-A22B",
+    "qwen3_next": "Coder-Next 80B-A3B", "qwen3_5_text": "Qwen3.8-27B, Qwen3.6-27B, Qwen3.5 0.8B, 2B, 4B", "qwen3_5_moe_text": "Qwen3.6-35B-A3B",
+    "qwen3_vl_text": "2B, 4B, 8B", "qwen3_vl_moe_text": "30B-A3B", "qwen2_5_vl_text": "3B, 7B", "gemma2": "2B, 9B", "gemma3_text": "270M, 1B, 4B, 12B, 27B",
+    "gemma4_text": "26B-A4B, E4B, E2B, 31B", "gemma4_unified_text": "12B", "gpt_oss": "20b, 120b", "phi3": "Phi-4 14B, Phi-4-mini 3.8B",
+    "smollm3": "3B", "ministral3": "Ministral 3 3B, 8B, 14B; Devstral Small 2 24B", "muse_glimmer_text": "30B", "glm4_moe": "GLM-4.5-Air 106B-A12B",
+    "glm4_moe_lite": "GLM-4.7-Flash 30B-A3B", "minimax_m2": "230B-A10B", "deepseek_v2": "V2-Lite 16B-A2.4B", "deepseek_v3": "R1 and V3 671B-A37B, Kimi K2",
+    "lfm2": "LFM2.5-1.2B, 350M", "lfm2_moe": "8B-A1B", "granitemoehybrid": "H-tiny 7B-A1B, H-micro 3B, micro 3B, 350m",
+    "nemotron_h": "3 Nano 30B-A3B, Nano 9B v2, 3 Nano 4B, 3 Super 120B-A12B", "falcon_h1": "0.5B, 1.5B, 7B", "jamba": "Reasoning 3B",
+    "falcon_mamba": "7B", "zamba2": "1.2B, 2.7B, 7B", "mamba": "130M, 2.8B", "mamba2": "Codestral 7B, 130M", "seed_oss": "36B", "exaone4": "1.2B, 32B", "cohere2": "R7B, Command A 111B",
+    "ernie4_5_moe": "21B-A3B", "mistral4": "119B", "gpt2": "124M", "gpt_neox": "Pythia 70M to 12B", "gpt_neo": "TinyStories 1M to 33M", "starcoder2": "3B",
+    "olmo2": "1B, 7B", "olmoe": "1B-7B", "granite": "3.3 2B, 8B", "mellum": "12B-A2.5B", "afmoe": "Trinity Mini 26B-A3B", "apertus": "8B",
+    "hunyuan_v1_dense": "0.5B to 7B", "bloom": "560M", "opt": "125M", "phi": "Phi-2 2.7B",
+}
+RUN_HERE = {"llama": "SmolLM2-135M", "gemma3_text": "270M"}    # real weights; of all other types, random ones
+
+
 def make(name: str, seed: int = 0):
     """A transformers model with weights as large as trained ones, so that no error can hide."""
     torch.manual_seed(seed)
@@ -377,6 +419,8 @@ def make(name: str, seed: int = 0):
             p.data = torch.randn_like(p) - 2               # a memory of some tokens to many
         elif key.endswith((".D", "bias")):
             p.data = 0.3 * torch.randn_like(p)
+        elif "adapter" in key:                             # products, which are added to another
+            p.data = 0.5 * torch.randn_like(p) * p.shape[-1] ** -0.5
         else:
             p.data = torch.randn_like(p) * (0.7 if "embed" in key or "wte" in key or "wpe" in key else p.shape[-1] ** -0.5)
     for key, buffer in model.named_buffers():              # routers': of the choice alone
@@ -506,7 +550,8 @@ def flat(cfg):
     from gpt_faster.layers.rope import RopeVariant
     from model import ModelConfig
     attention, block = cfg.attention or AttentionVariant(), cfg.block or BlockVariant()
-    ffn, per_layer = cfg.ffn or FeedForwardVariant(), cfg.per_layer
+    ffn = cfg.ffn or FeedForwardVariant()
+    per_layer = cfg.per_layer if hasattr(cfg.per_layer, "dim") else None       # not Zamba's
     end = LayerEnd(per_layer.dim, per_layer.vocab_size) if per_layer else LayerEnd() if block.end else None
     same = {f.name: getattr(cfg, f.name) for f in fields(ModelConfig)
             if f.name not in ("norm", "attention", "ffn", "block", "after_embed", "per_layer")}

@@ -42,6 +42,7 @@ from gpt_faster.formats.known_keys import (
 )
 from gpt_faster.formats.other_kinds import missing_feature
 from gpt_faster.formats.schema import check_config, check_keys
+from gpt_faster.formats.state_spaces import as_transformers
 from gpt_faster.layers.block import Widths
 from gpt_faster.layers.feed_forward import GATED, UNGATED
 from gpt_faster.layers.latent import Latent
@@ -49,6 +50,7 @@ from gpt_faster.layers.moe import MoEVariant
 from gpt_faster.layers.rope import RopeVariant
 from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
+from gpt_faster.layers.zamba import SharedTransformer, TokenEmbedding, ZambaBlocks
 from model import ModelConfig, of_layer
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -62,7 +64,7 @@ def config_from_hf(c: dict, path: Path | None = None) -> tuple[ModelConfig, dict
     have. None: the keys come from another format.
     -> the ModelConfig, and config.json with the family's defaults filled in (fold.py needs it).
     """
-    family, c = _resolve_family(c, path)
+    family, c = _resolve_family(as_transformers(c), path)
     _check_supported(c, family)
     facts = {**sizes(c), **biases(c), **_scales(c, family),
              "layer_norm": bool(c.get("has_layer_norm", False)),
@@ -89,6 +91,8 @@ def config_from_hf(c: dict, path: Path | None = None) -> tuple[ModelConfig, dict
     if any(facts["sparse"]):
         facts["moe"] = MoEVariant(**{**_experts(c), **family.moe})
     cfg = FlatConfig(**{**facts, **family.overrides}).with_parts()
+    if c.get("block_sources"):
+        cfg = _with_shared_blocks(cfg, c)
     check_config(cfg)
     return cfg, c
 
@@ -251,6 +255,15 @@ def _layers(c: dict, family: Family, n_layer: int) -> dict:
     mixers = {kind: make(c) for kind, make in family.mixers.items() if kind in kinds}
     more = dict(mixer=tile([mixers.get(kind) for kind in kinds])) if mixers else {}
     return facts | dict(rope=tile(rope)) | more
+
+
+def _with_shared_blocks(cfg: ModelConfig, c: dict) -> ModelConfig:
+    """Zamba 2: Mamba layers that read a transformer block. block_sources: from its respelling."""
+    mixer = [of_layer(i, cfg.mixer) for i in range(cfg.n_layer)]
+    for i, source in c["block_sources"].items():
+        mixer[i] = SharedTransformer(mixer[i], source, count(c, "adapter_rank"),
+                                     flag(c, "use_shared_attention_adapter"))
+    return replace(cfg, mixer=tile(mixer), block=ZambaBlocks(), per_layer=TokenEmbedding())
 
 
 def _widths(c: dict) -> dict:

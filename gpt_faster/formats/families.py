@@ -31,10 +31,13 @@ from gpt_faster.formats.names import (
     GRANITE_MOE_NAMES,
     HUNYUAN_MOE_NAMES,
     HUNYUAN_NAMES,
+    JAMBA_NAMES,
     KOLIBRI_NAMES,
     LAGUNA_NAMES,
     LATENT_NAMES,
     LFM2_NAMES,
+    MAMBA1_NAMES,
+    MAMBA2_NAMES,
     MIMO_NAMES,
     MINIMAX_NAMES,
     MOE_NAMES,
@@ -47,11 +50,13 @@ from gpt_faster.formats.names import (
     SANDWICH_NAMES,
     SARVAM_NAMES,
     SIGMOID_NAMES,
+    ZAMBA2_NAMES,
     Fused,
     mamba_names,
 )
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
+from gpt_faster.layers.mamba1 import Mamba1
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,8 @@ class Family(checkpoint.Family):
     plain_local_rope: bool = False                 # sliding layers: RoPE without scaling
     key_aliases: dict = field(default_factory=dict)    # its config.json keys: the usual ones
     respell: Callable[[dict], dict] = lambda c: c  # rewrite config.json in usual keys
-    rename: Callable[[str, dict], str] | None = None   # a tensor's name, before `names`
+    # a tensor's name, before `names`; None: a copy of another
+    rename: Callable[[str, dict], str | None] | None = None
 
     def names_of(self, c: dict) -> dict:
         """Names of the checkpoint's tensors -> our names, for this config.json."""
@@ -176,6 +182,30 @@ def _mamba2(c):
                   norm_first=checkpoint.flag(c, "mamba_norm_before_gate"))
 
 
+def _mamba1(c, norm=False, norm_eps=None):
+    """Mamba 1 by Jamba's keys."""
+    if c.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"Mamba layers with the activation {c['hidden_act']!r} are not supported, "
+                         "only silu")
+    rank = c.get("mamba_dt_rank")
+    rank = math.ceil(c["hidden_size"] / 16) if rank in (None, "auto") else rank
+    counts = dict(c, mamba_dt_rank=rank, mamba_d_inner=c.get("mamba_d_ssm")
+                  or int(checkpoint.count(c, "mamba_expand") * c["hidden_size"]))
+    sizes = (checkpoint.count(counts, f"mamba_{key}")
+             for key in ("d_inner", "d_state", "dt_rank", "d_conv"))
+    return Mamba1(*sizes, bias=checkpoint.flag(c, "mamba_proj_bias"),
+                  conv_bias=checkpoint.flag(c, "mamba_conv_bias", True), norm=norm,
+                  norm_eps=norm_eps)
+
+
+def _falcon_mamba(c):
+    return _mamba1(c, norm=True, norm_eps=checkpoint.number(c, "mixer_rms_eps", least=0))
+
+
+def _jamba_mamba(c):
+    return _mamba1(c, norm=True)
+
+
 def _step_limits(c):
     """time_step_limit: the least and the largest step. transformers writes an infinity as an object
     {"__float__": "Infinity"}."""
@@ -206,6 +236,84 @@ def _bamba_respelled(c):
     kinds = ["full_attention" if i in attends else "linear_attention"
              for i in range(c["num_hidden_layers"])]
     return _mamba_respelled({**c, "layer_types": kinds, "partial_rotary_factor": 0.5})
+
+
+def _mamba_alone_respelled(c):
+    """No attention and no feed-forward layers; their sizes in a ModelConfig are not used."""
+    if "mamba_n_heads" in c:                       # Mamba 2
+        c = _mamba_respelled(c, c.get("mamba_d_ssm"))
+    n_layer, n_head = c["num_hidden_layers"], c.get("mamba_n_heads", 1)
+    return {**c, "num_attention_heads": n_head, "num_key_value_heads": n_head, "head_dim": 2,
+            "intermediate_size": n_head, "layer_types": ["linear_attention"] * n_layer,
+            "branches": ["attn_only"] * n_layer}
+
+
+def _without_backbone(name, c):
+    return re.sub(r"^(model\.)?backbone\.", "", name)
+
+
+ZAMBA2_KINDS = {"mamba": "linear_attention", "linear_attention": "linear_attention",
+                "hybrid": "hybrid"}
+ZAMBA2_LAYERS = "m" + "mmmmmh" * 7 + "mmmmhmmmhmm"
+
+
+def _zamba2_respelled(c):
+    """Layers with a transformer block take turns with num_mem_blocks of them, each held by the
+    first layer that reads it. transformers ties these weights only if it ties the embeddings'."""
+    if c["use_long_context"]:
+        raise ValueError("'use_long_context' is not supported")
+    if c["hidden_act"] != "gelu":
+        raise ValueError(f"Zamba 2 with the activation {c['hidden_act']!r} is not supported, only "
+                         "gelu")
+    stated = c.get("layers_block_type") or c.get("layer_types") or [
+        {"m": "mamba", "h": "hybrid"}[letter] for letter in ZAMBA2_LAYERS]
+    kinds = [ZAMBA2_KINDS.get(kind) for kind in stated]
+    if None in kinds:
+        raise ValueError(f"'layers_block_type' is {stated!r}, expected mamba or hybrid for each "
+                         "layer")
+    hybrids = [i for i, kind in enumerate(kinds) if kind == "hybrid"]
+    is_tied = checkpoint.flag(c, "tie_word_embeddings")
+    n_block = checkpoint.count(c, "num_mem_blocks") if is_tied else len(hybrids)
+    sources = {i: hybrids[n % n_block] if n >= n_block else None for n, i in enumerate(hybrids)}
+    return _mamba_respelled({
+        **c, "layer_types": kinds, "block_sources": sources, "mamba_hidden_act": "silu",
+        "head_dim": 2 * c["hidden_size"] // c["num_attention_heads"],
+        "intermediate_size": c.get("intermediate_size") or 4 * c["hidden_size"],
+        "mamba_proj_bias": c["add_bias_linear"], "mlp_bias": c["add_bias_linear"]})
+
+
+def _zamba2_mamba(c):
+    return replace(_mamba2(c), norm_eps=1e-5)
+
+
+def _zamba2_name(name, c):
+    """A block has the adapters of all layers in lists: [n] is of the n-th that reads a block.
+    Copies of a block in layers that do not hold it, and their adapters, are left out."""
+    part = re.match(r"model\.layers\.(\d+)\.shared_transformer\.(.+)", name)
+    if not part:
+        return name
+    layer, sources, hybrids = int(part[1]), c["block_sources"], list(c["block_sources"])
+    adapter = re.fullmatch(r"\w+\.(?:linear_)?(\w+?)_(?:proj_)?adapter_list\.(\d+)\.([01])\.weight",
+                           part[2])
+    if not adapter or int(adapter[2]) >= len(hybrids):
+        return name if sources.get(layer) is None else None
+    reader = hybrids[int(adapter[2])]
+    holder = reader if sources[reader] is None else sources[reader]
+    if layer != holder:
+        return None
+    of = {"gate_up": "ffn"}.get(adapter[1], adapter[1])
+    return f"layers.{reader}.adapt_{of}.{('low', 'high')[int(adapter[3])]}.weight"
+
+
+def _jamba_respelled(c):
+    """Attention in every n-th layer, experts in every m-th."""
+    n_layer, n_expert = range(c["num_hidden_layers"]), c["num_experts"]
+    attends, is_sparse = (
+        [i % checkpoint.count(c, f"{what}_layer_period") == c[f"{what}_layer_offset"]
+         for i in n_layer] for what in ("attn", "expert"))
+    kinds = ["full_attention" if one else "linear_attention" for one in attends]
+    ffns = ["sparse" if one and n_expert > 1 else "dense" for one in is_sparse]
+    return {"layer_types": kinds, "mlp_layer_types": ffns, **c}        # a GGUF's tensors say it
 
 
 def _falcon_h1_respelled(c):
@@ -327,7 +435,7 @@ def _granite_hybrid_respelled(c):
              or ["linear_attention"] * c["num_hidden_layers"])
     kinds = [spelled.get(kind, kind) for kind in kinds]
     if "linear_attention" in kinds:
-        c = _mamba_respelled(c)
+        c = _mamba_respelled(c, c.get("mamba_d_ssm"))      # stated in GGUF files
     if not c.get("num_experts"):
         c = {**c, "intermediate_size": c["shared_intermediate_size"]}
     return _granite_shared({**c, "layer_types": kinds})
@@ -713,6 +821,18 @@ _MAMBA = dict(mamba_n_heads=128, mamba_d_head="auto", mamba_n_groups=1, mamba_d_
               mamba_d_conv=4, mamba_expand=2)
 
 
+_MAMBA_ALONE = Family(
+    defaults=dict(num_attention_heads=1, max_position_embeddings=1 << 20, rms_norm_eps=1e-5,
+                  mamba_d_conv=4, mamba_expand=2, mamba_d_state=16, tie_word_embeddings=True),
+    names=MAMBA1_NAMES, folds=dict(log_decay=True), has_rope=_never, rename=_without_backbone,
+    mixers=dict(linear_attention=_mamba1), respell=_mamba_alone_respelled,
+    key_aliases=dict(state_size="mamba_d_state", conv_kernel="mamba_d_conv", expand="mamba_expand",
+                     use_bias="mamba_proj_bias", use_conv_bias="mamba_conv_bias",
+                     time_step_rank="mamba_dt_rank", layer_norm_epsilon="rms_norm_eps",
+                     num_heads="mamba_n_heads", head_dim="mamba_d_head",
+                     n_groups="mamba_n_groups"))
+
+
 def _of_core(row: checkpoint.Family) -> Family:
     """qk_norm is a bool in the core's ModelConfig, a string in FlatConfig."""
     overrides = {key: "head" if key == "qk_norm" else value for key, value in row.overrides.items()}
@@ -978,6 +1098,35 @@ FAMILIES = {
                          conv_kernel="mamba_d_conv", use_conv_bias="mamba_conv_bias",
                          use_bias="mamba_proj_bias", mlp_hidden_act="hidden_act",
                          layer_norm_epsilon="rms_norm_eps")),
+    "mamba": _MAMBA_ALONE,
+    "falcon_mamba": replace(
+        _MAMBA_ALONE, defaults=dict(_MAMBA_ALONE.defaults, mixer_rms_eps=1e-6),
+        mixers=dict(linear_attention=_falcon_mamba),
+        folds=dict(log_decay=True, constants={r"attn\.norm_(low|k|q)\.weight$": 1.0})),
+    "mamba2": replace(
+        _MAMBA_ALONE, names=MAMBA2_NAMES, mixers=dict(linear_attention=_mamba2),
+        defaults=dict(_MAMBA_ALONE.defaults, mamba_d_state=128, mamba_n_heads=128, mamba_d_head=64,
+                      mamba_n_groups=8, tie_word_embeddings=False)),
+    "zamba2": Family(
+        overrides=dict(activation="silu"),         # of no part: the shared block has gelu
+        defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=4096, tie_word_embeddings=True,
+                      hidden_act="gelu", use_mem_rope=False, use_long_context=False,
+                      add_bias_linear=False, num_mem_blocks=1, adapter_rank=128,
+                      use_shared_attention_adapter=False, mamba_n_heads=8, mamba_n_groups=1,
+                      mamba_d_state=64, mamba_d_conv=4, mamba_expand=2, num_attention_heads=32,
+                      num_hidden_layers=54),
+        names=ZAMBA2_NAMES, folds=dict(log_decay=True), respell=_zamba2_respelled,
+        mixers=dict(linear_attention=_zamba2_mamba, hybrid=_zamba2_mamba), rename=_zamba2_name,
+        has_rope=lambda c, i: bool(c["use_mem_rope"]),
+        key_aliases=dict(mamba_ngroups="mamba_n_groups", n_mamba_heads="mamba_n_heads",
+                         mamba_headdim="mamba_d_head")),
+    "jamba": Family(
+        defaults=dict(num_key_value_heads=8, max_position_embeddings=262144, num_experts=16,
+                      num_experts_per_tok=2, norm_topk_prob=False, expert_layer_period=2,
+                      expert_layer_offset=1, attn_layer_period=8, attn_layer_offset=4,
+                      mamba_d_state=16, mamba_d_conv=4, mamba_expand=2),
+        names=JAMBA_NAMES, folds=dict(log_decay=True), has_rope=_never, respell=_jamba_respelled,
+        mixers=dict(linear_attention=_jamba_mamba), is_sparse=_is_sparse_after_first),
     "falcon_h1": Family(
         defaults=dict(_MAMBA, num_key_value_heads=8, max_position_embeddings=8192,
                       rms_norm_eps=1e-5, mamba_d_ssm=1024, mamba_rms_norm=False,

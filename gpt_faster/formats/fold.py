@@ -28,6 +28,9 @@ from gpt_faster.layers.rope import n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
 from model import ModelConfig, of_layer
 
+VECTORS = re.compile(                              # in some files matrices: [1, E], [N, H], [G, W]
+    r"choice_bias|\.[qk]_norm\.|\.(attn|mamba)\.norm\.")
+
 
 @dataclass(frozen=True)
 class Folds:
@@ -37,6 +40,7 @@ class Folds:
     norm_offset_of: str = "norm"                   # ...those whose names match this pattern
     logits_divisor: float = 1.0                    # folded into the last norm (Granite)
     interleaved_rope: bool = False                 # RoPE on pairs 2i, 2i+1 (Meta, llama.cpp, GLM)
+    interleaved_heads: bool = False                # ...on all of a head, though RoPE rotates a part
     reversed_rope: bool = False                    # RoPE with negative angles (nanochat)
     norm_after_rope: bool = False                  # query and key norms follow RoPE (Hunyuan)
     post_norm_scale: float = 1.0                   # factor for post-norm weights
@@ -60,7 +64,8 @@ def fold(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: Folds) -> dict
     """Tensors by our names -> tensors the model can load. Lazy: nothing is read yet."""
     tensors = dict(tensors)
     for name, t in tensors.items():
-        if len(t.shape) > 1 and re.search(r"choice_bias|\.[qk]_norm\.", name):   # [1, E], [N, H]
+        is_column = t.shape[1:] == (1,) and re.search(r"\.(decay_rate|skip)$", name)
+        if len(t.shape) > 1 and (is_column or VECTORS.search(name)):
             n = math.prod(t.shape)
             t = cached(t.name, (n,), t.dtype, lambda t=t: t.whole().flatten(), t)
             tensors[name] = t
@@ -131,7 +136,8 @@ def _permute_for_rope(tensors: dict[str, LazyTensor], cfg: ModelConfig, folds: F
             raise ValueError(f"rotary dimension is {rotated}, expected an even number, at least 2")
         layers = {i for i in range(cfg.n_layer) if by_layer[i] == rotated}
         if folds.interleaved_rope:                 # row pairs (2i, 2i + 1) -> (i, i + R/2)
-            rope, rest = torch.arange(rotated), torch.arange(rotated, cfg.head_dim)
+            mixed = cfg.head_dim if folds.interleaved_heads else rotated
+            rope, rest = torch.arange(mixed), torch.arange(mixed, cfg.head_dim)
             _reorder_heads(tensors, torch.cat((rope[::2], rope[1::2], rest)), layers)
         if folds.reversed_rope:                    # rotating (a, b) by -t is rotating (b, a) by t
             _reorder_heads(tensors, torch.arange(cfg.head_dim).roll(cfg.head_dim // 2), layers)

@@ -14,6 +14,15 @@ from gpt_faster.formats.config import Stated, config_from_hf, head_dim
 from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.fold import Folds
 from gpt_faster.formats.gguf_file import read_gguf_parts, what_instead
+from gpt_faster.formats.gguf_mamba import (
+    ALONE,
+    FALCON_H1_NAMES,
+    MAMBA1_NAMES,
+    MAMBA2_NAMES,
+    NEMOTRON_H_NAMES,
+    mamba_config,
+    renumbered,
+)
 from gpt_faster.formats.known_keys import GGUF
 from gpt_faster.formats.lazy import constant
 from gpt_faster.formats.mtp import MTP_HEAD_NAMES, has_experts, mtp_head_config, split_mtp_head
@@ -60,7 +69,7 @@ GGUF_KEYS = {                                      # config.json key: metadata k
     "moe_intermediate_size": "expert_feed_forward_length",
     "n_shared_experts": "expert_shared_count", "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count", "routed_scaling_factor": "expert_weights_scale",
-    "first_k_dense_replace": "leading_dense_block_count",
+    "moe_latent_size": "moe_latent_size", "first_k_dense_replace": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count",
     "moe_layer_interval": "interleave_moe_layer_step",
     "q_lora_rank": "attention.q_lora_rank", "kv_lora_rank": "attention.kv_lora_rank",
@@ -89,11 +98,15 @@ GGUF_FAMILIES = {                                  # architecture: model_type
     "minimax-m2": "minimax_m2", "muse-glimmer": "muse_glimmer_text", "deepseek2": "deepseek_v3",
     "minicpm3": "minicpm3", "mistral4": "mistral4", "gemma4": "gemma4_text", "lfm2": "lfm2",
     "lfm2moe": "lfm2_moe", "qwen35": "qwen3_5_text", "qwen35moe": "qwen3_5_moe_text",
-    "qwen3next": "qwen3_next",
+    "qwen3next": "qwen3_next", "granitehybrid": "granitemoehybrid", "falcon-h1": "falcon_h1",
+    "nemotron_h": "nemotron_h", "nemotron_h_moe": "nemotron_h", "mamba": "mamba",
+    "mamba2": "mamba2", "jamba": "jamba",
 }
 GGUF_INTERLEAVED = (                               # RoPE rotates adjacent pairs
     "llama", "smollm3", "granite", "granitemoe", "arcee", "ernie4_5", "glm4", "command-r",
-    "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer", "deepseek2", "mistral4")
+    "cohere2", "olmo", "mistral3", "ernie4_5-moe", "muse-glimmer", "deepseek2", "mistral4",
+    "granitehybrid")
+GGUF_MAMBA = (*ALONE, "granitehybrid", "falcon-h1", "nemotron_h", "nemotron_h_moe", "jamba")
 GGUF_TILED_V_HEADS = ("qwen35", "qwen35moe")       # tiled DeltaNet value heads
 GGUF_LFM2_NAMES = {
     "token_embd_norm": "norm", "shortconv.out_proj": "attn.wo",
@@ -108,6 +121,9 @@ GGUF_ARCH_NAMES = {                                 # names that differ by archi
     "glm4moe": {"post_attention_norm": "ffn_norm"},
     "lfm2": GGUF_LFM2_NAMES, "lfm2moe": GGUF_LFM2_NAMES,
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), GGUF_DELTA_NAMES),
+    "mamba": MAMBA1_NAMES, "jamba": MAMBA1_NAMES, "mamba2": MAMBA2_NAMES,
+    "granitehybrid": MAMBA2_NAMES, "falcon-h1": FALCON_H1_NAMES, "nemotron_h": NEMOTRON_H_NAMES,
+    "nemotron_h_moe": NEMOTRON_H_NAMES,
 }
 GEMMA4_NAMES = {
     "layer_output_scale.weight": "end.scale", "inp_gate": "end.gate", "proj": "end.down",
@@ -120,6 +136,7 @@ GEMMA4_MOE_NAMES = GEMMA4_NAMES | {                # the dense layer is the shar
     "ffn_down_exps.scale": "ffn.expert_scale", "pre_ffw_norm_2": "ffn.norm",
     "post_ffw_norm_1": "ffn.post_shared_norm", "post_ffw_norm_2": "ffn.post_norm",
 }
+NOT_ALONE = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 PER_LAYER_KEYS = ("num_key_value_heads", "intermediate_size")
 METADATA_TYPES = (                                 # keys without an equivalent in config.json
     ("a whole number", lambda v: type(v) is int and 0 <= v < 1 << 22,
@@ -127,6 +144,7 @@ METADATA_TYPES = (                                 # keys without an equivalent 
      "attention.value_length_mla attention.value_length attention.key_length_swa "
      "attention.shared_kv_layers ssm.inner_size embedding_length_per_layer_input "
      "shortconv.l_cache"),
+    ("true or false", lambda v: type(v) is bool, "rope.scaling.finetuned ssm.dt_b_c_rms"),
     ("a number", is_number, "attention.temperature_scale rope.scaling.yarn_log_multiplier"),
     ("whole numbers", lambda v: type(v) is int or isinstance(v, list) and all(
         type(one) in (int, bool) for one in v), "attention.sliding_window_pattern"),
@@ -158,6 +176,8 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
         raise ValueError("token_embd.weight is missing or not a matrix")
     c = {hf: metadata[f"{arch}.{key}"] for hf, key in GGUF_KEYS.items()
          if f"{arch}.{key}" in metadata}
+    if arch in ALONE:                              # they state 0 of these
+        c = {key: value for key, value in c.items() if key not in NOT_ALONE}
     check_keys({key: value for key, value in c.items()     # some may be per-layer lists
                 if not (key in PER_LAYER_KEYS and isinstance(value, list))})
     check_metadata(arch, metadata)
@@ -189,7 +209,7 @@ def config_from_gguf(metadata: dict, tensors: Tensors) -> dict:
         raise ValueError("Olmo 3 GGUF files are not supported: use the original model")
     c["norm_topk_prob"] = metadata.get(f"{arch}.expert_weights_norm",
                                        arch not in ("qwen2moe", "olmoe", "deepseek2",
-                                                    "mistral4"))
+                                                    "mistral4", "jamba"))
     if arch in ("gemma2", "gemma3"):               # as llama.cpp: only the 27B differs
         large = c.get("num_hidden_layers") == {"gemma2": 46, "gemma3": 62}[arch]
         c["query_pre_attn_scalar"] = (c["hidden_size"] // c["num_attention_heads"] if large
@@ -256,6 +276,9 @@ def check_supported(arch: str, metadata: dict) -> None:
         GGUF.check(own)
     except ValueError as e:
         raise ValueError(str(e).replace("{arch}", arch)) from None
+    latent = own.get("{arch}.moe_latent_size")
+    if latent and arch != "nemotron_h_moe":
+        raise ValueError(f"'{arch}.moe_latent_size' is {brief(latent)}, which is not supported")
     if own.get("{arch}.attention.causal") is False:
         raise ValueError(f"'{arch}.attention.causal' is false: a bidirectional model cannot "
                          "generate text")
@@ -328,6 +351,8 @@ def _arch_overrides(arch: str, c: dict, metadata: dict, tensors: dict) -> dict:
         return _latent(arch, c, metadata, tensors)
     if arch == "gemma4":
         return _gemma4(c, metadata, tensors)
+    if arch in GGUF_MAMBA:
+        return mamba_config(arch, c, metadata, tensors)
     if arch in ("qwen35", "qwen35moe", "qwen3next"):
         n_value, inner = (metadata.get(f"{arch}.ssm.{key}") for key in (
             "time_step_rank", "inner_size"))
@@ -429,12 +454,15 @@ def read_gguf(path: Path) -> RawCheckpoint:
     folds = Folds(**{**FAMILIES[c["model_type"]].folds, **stated_folds(c),
                      "norm_offset": 0.0,           # the converter has added it
                      "log_decay": False, "tiled_heads": arch in GGUF_TILED_V_HEADS,
-                     "interleaved_rope": arch in GGUF_INTERLEAVED and not with_axes})
+                     "interleaved_rope": arch in GGUF_INTERLEAVED and not with_axes,
+                     "interleaved_heads": arch == "granitehybrid"})
     names = {**GGUF_NAMES, **GGUF_ARCH_NAMES.get(arch, {})}
     if arch == "gemma4":
         names |= GEMMA4_MOE_NAMES if c["num_experts"] else GEMMA4_NAMES
     if arch == "falcon" and c["num_ln_in_parallel_attn"] == 2:
         names |= FALCON_NORMS
+    if c["model_type"] == "nemotron_h":
+        tensors = renumbered(tensors, c["nemotron_places"])
     n_mtp = metadata.get(f"{arch}.nextn_predict_layers")
     tensors, head = split_mtp_head(tensors, cfg.n_layer if n_mtp else None)
     tokenizer = {k: v for k, v in metadata.items()

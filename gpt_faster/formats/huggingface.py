@@ -68,7 +68,8 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
             name_unknown(path, QUANTIZATION.unknown(quantization))
             tensors = dequantized(tensors, quantization)
     if family.rename:
-        tensors = [t.renamed(family.rename(t.name, c)) for t in tensors]
+        new_names = [(t, family.rename(t.name, c)) for t in tensors]
+        tensors = [t.renamed(name) for t, name in new_names if name is not None]
     n_mtp = c.get("num_nextn_predict_layers") or c.get("num_mtp_layers")
     tensors, head = split_mtp_head(tensors, cfg.n_layer if n_mtp else None)
     names = {**HF_NAMES, **family.names_of(c)}

@@ -68,13 +68,15 @@ OF_MODEL_TYPES = (
     ("attention_bias",
      "- mistral mixtral qwen2 qwen2_moe qwen2_vl_text qwen2_5_vl_text lfm2 lfm2_moe exaone_moe "
      "minimax_m2 phi3 glm4v_text exaone4 ministral ministral3 cwm gptj phi stablelm bloom mpt "
-     "gpt_neo gpt_bigcode gpt2 qwen2_5_omni_text kolibri1"),
+     "gpt_neo gpt_bigcode gpt2 qwen2_5_omni_text kolibri1 mamba mamba2 falcon_mamba jamba zamba2"),
     ("attention_k_eq_v enable_moe_block global_head_dim hidden_size_per_layer_input "
      "num_global_key_value_heads num_kv_shared_layers per_layer_config top_k_experts "
      "use_double_wide_mlp vocab_size_per_layer_input",
      "gemma4_text gemma4_unified_text"),
-    ("attention_layers attention_types num_heads window_size",
+    ("attention_layers attention_types window_size",
      "gpt_neo"),
+    ("num_heads",
+     "gpt_neo mamba2"),
     ("attention_multiplier",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe "
      "muse_glimmer_text hyperclovax"),
@@ -129,7 +131,7 @@ OF_MODEL_TYPES = (
     ("layer_norm_eps",
      "gpt_neox phi cohere cohere2 stablelm jais2 cohere2_moe"),
     ("layer_norm_epsilon",
-     "gptj falcon bloom mpt gpt_neo gpt_bigcode gpt2 exaone nemotron_h"),
+     "gptj falcon bloom mpt gpt_neo gpt_bigcode gpt2 exaone nemotron_h mamba mamba2 falcon_mamba"),
     ("layer_rope_theta",
      "granitemoe_swa granite_swa muse_glimmer_text"),
     ("linear_allow_neg_eigval",
@@ -142,15 +144,36 @@ OF_MODEL_TYPES = (
     ("logits_scaling",
      "granite granitemoehybrid granitemoeshared granitemoe_swa granite_swa granitemoe hyperclovax "
      "cohere2_moe"),
-    ("mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
-     "mamba_n_heads mamba_proj_bias time_step_limit",
+    ("mamba_conv_bias mamba_proj_bias",
+     "granitemoehybrid bamba falcon_h1 nemotron_h jamba"),
+    ("mamba_d_conv mamba_d_state mamba_expand",
+     "granitemoehybrid bamba falcon_h1 nemotron_h jamba zamba2"),
+    ("mamba_d_head mamba_n_groups mamba_n_heads",
      "granitemoehybrid bamba falcon_h1 nemotron_h"),
-    ("conv_kernel hybrid_override_pattern mamba_head_dim mamba_hidden_act mamba_num_heads "
-     "mlp_hidden_act moe_latent_size moe_shared_expert_intermediate_size n_groups ssm_state_size "
-     "use_conv_bias",
+    ("time_step_limit",
+     "granitemoehybrid bamba falcon_h1 nemotron_h mamba2"),
+    ("hybrid_override_pattern mamba_head_dim mamba_hidden_act mamba_num_heads "
+     "mlp_hidden_act moe_latent_size moe_shared_expert_intermediate_size ssm_state_size",
      "nemotron_h"),
+    ("n_groups",
+     "nemotron_h mamba2"),
+    ("conv_kernel",
+     "nemotron_h mamba mamba2 falcon_mamba"),
+    ("use_conv_bias",
+     "nemotron_h mamba mamba2 falcon_mamba zamba2"),
+    ("expand",
+     "mamba mamba2 falcon_mamba nemotron_h"),
+    ("state_size time_step_rank",
+     "mamba mamba2 falcon_mamba"),
+    ("mixer_rms_eps",
+     "falcon_mamba"),
+    ("adapter_rank add_bias_linear hybrid_layer_ids mamba_headdim mamba_ngroups n_mamba_heads "
+     "num_mem_blocks use_long_context use_mem_rope use_shared_attention_adapter",
+     "zamba2"),
+    ("attn_layer_offset attn_layer_period expert_layer_offset expert_layer_period mamba_dt_rank",
+     "jamba"),
     ("layers_block_type",
-     "granitemoehybrid nemotron_h"),
+     "granitemoehybrid nemotron_h zamba2"),
     ("max_window_layers",
      "qwen2 qwen3 qwen2_moe qwen2_vl_text qwen2_5_vl_text dots1 qwen2_5_omni_text"),
     ("mlp_bias",
@@ -241,7 +264,7 @@ OF_MODEL_TYPES = (
     ("topk_method",
      "deepseek_v2"),
     ("use_bias",
-     "ernie4_5 starcoder2 ernie4_5_moe nemotron_h"),
+     "ernie4_5 starcoder2 ernie4_5_moe nemotron_h mamba mamba2 falcon_mamba"),
     ("use_bidirectional_attention",
      "gemma gemma2 gemma3_text gemma4_text gemma4_unified_text"),
     ("use_expert_bias",
@@ -282,15 +305,16 @@ CONFIG = Table(
             "scoring_func moe_layer_freq attn_type norm_type embedding_fraction expansion_ratio "
             "learned_pos_emb n_ctx ffn_config softmax_scale",
         "read from the tensors": "mtp_mlp_layer_types head_bias lm_head_bias",
-        "follows from other keys": "qk_head_dim",
+        "follows from other keys": "qk_head_dim attention_head_dim attention_hidden_size "
+                                   "kv_channels num_query_groups",
         "state-space layers: speed, training, fp32 states":
-            "*chunk_size time_step_min time_step_max time_step_floor time_step_rank "
-            "rescale_prenorm_residual use_mamba_kernels mamba_ssm_cache_dtype "
-            "moe_shared_expert_overlap",
+            "*chunk_size time_step_min time_step_max time_step_floor "
+            "time_step_scale time_step_init_scheme use_mambapy use_falcon_mambapy "
+            "use_associative_scan use_mem_eff_path rescale_prenorm_residual use_mamba_kernels "
+            "mamba_ssm_cache_dtype moe_shared_expert_overlap",
         "training's loss": "z_loss_coefficient",
         "how many logits a prompt's call returns": "num_logits_to_keep",
         "of another MTP head than ours reads": "mtp_layers_block_type mtp_hybrid_override_pattern",
-        "follows from the number and width of Mamba heads": "expand",
     })
 
 ROPE = Table(
@@ -412,16 +436,17 @@ GGUF = Table(                                      # {arch}: the architecture's 
             "attention.recurrent_layers rope.dimension_count rope.dimension_sections "
             "rope.freq_base rope.freq_base_swa rope.scale_linear rope.scaling.type "
             "rope.scaling.factor rope.scaling.attn_factor rope.scaling.original_context_length "
-            "rope.scaling.yarn_log_multiplier rope.scaling.yarn_beta_fast "
+            "rope.scaling.yarn_log_multiplier rope.scaling.yarn_beta_fast rope.scaling.finetuned "
+            "moe_latent_size "
             "rope.scaling.yarn_beta_slow ssm.conv_kernel ssm.inner_size ssm.state_size "
-            "ssm.time_step_rank ssm.group_count shortconv.l_cache").split())]),
+            "ssm.time_step_rank ssm.group_count ssm.dt_b_c_rms shortconv.l_cache").split())]),
     refused={**{"{arch}." + key: accepted for key, accepted in {
         "rope.scaling.yarn_ext_factor": (1.0,),
         "rope.scaling.yarn_attn_factor": (1.0,), "rope.scaling.alpha": (),
         "router_logit_softcapping": (0.0,), "swiglu_clamp_exp": (), "swiglu_clamp_shexp": (),
         "attention.output_scale": (0.0, 1.0),
         "expert_group_scale": (0.0, 1.0), "experts_per_group": (0,), "moe_every_n_layers": (0, 1),
-        "moe_latent_size": (0,), "expert_chunk_feed_forward_length": (0,),
+        "expert_chunk_feed_forward_length": (0,),
         "rescale_every_n_layers": (0,), "activation_sparsity_scale": (), "swin_norm": (),
         "altup.active_idx": (), "altup.num_inputs": (), "decoder_block_count": (0,),
         "attention.indexer.head_count": (0,), "attention.relative_buckets_count": (0,),
@@ -441,7 +466,7 @@ GGUF = Table(                                      # {arch}: the architecture's 
             "{arch}.rope.dimension_count_swa {arch}.attention.value_length_swa "
             "{arch}.embedding_length_out",
         "not read by llama.cpp for these architectures":
-            "{arch}.rope.scaling.finetuned tokenizer.huggingface.json tokenizer.rwkv.world "
+            "tokenizer.huggingface.json tokenizer.rwkv.world "
             "tokenizer.ggml.token_type_count tokenizer.ggml.precompiled_charsmap "
             "tokenizer.ggml.remove_extra_whitespaces tokenizer.chat_templates xielu.beta xielu.eps",
         "tokens that no prompt gets by itself":
@@ -453,7 +478,7 @@ GGUF = Table(                                      # {arch}: the architecture's 
         "architectures that are refused":
             "{arch}.features_length {arch}.decoder_start_token_id {arch}.time_mix_extra_dim "
             "{arch}.time_decay_extra_dim {arch}.token_shift_count {arch}.attention.group_norm_* "
-            "{arch}.attention.*_lora_rank {arch}.attention.indexer.* {arch}.ssm.dt_b_c_rms "
+            "{arch}.attention.*_lora_rank {arch}.attention.indexer.* "
             "{arch}.kda.head_dim {arch}.wkv.head_size {arch}.posnet.* {arch}.convnext.*",
         "adapters and image matrices": "adapter.* general.sampling.sequence",
         "images, audio and video": "clip.* {arch}.n_deepstack_layers",

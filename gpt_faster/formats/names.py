@@ -146,6 +146,19 @@ def mamba_names(theirs: str, ours: str = "attn") -> dict:
     }
 
 
+def mamba1_names(theirs: str) -> dict:
+    """Mamba 1's tensors in a module `theirs` of a layer -> our names."""
+    return {
+        f"{theirs}.in_proj": Fused(("attn.v", "attn.gate")), f"{theirs}.x_proj": "attn.select",
+        f"{theirs}.dt_proj.weight": "attn.step.weight",
+        f"{theirs}.dt_proj.bias": "attn.decay_bias", f"{theirs}.conv1d.weight": "attn.taps",
+        f"{theirs}.conv1d.bias": "attn.taps_bias", f"{theirs}.A_log": "attn.decay_rate",
+        f"{theirs}.D": "attn.skip", f"{theirs}.out_proj": "attn.wo",
+        f"{theirs}.dt_layernorm": "attn.norm_low", f"{theirs}.b_layernorm": "attn.norm_k",
+        f"{theirs}.c_layernorm": "attn.norm_q",
+    }
+
+
 def _head_and_gate(cfg):
     return cfg.head_dim, cfg.head_dim
 
@@ -294,6 +307,33 @@ NEMOTRON_H_NAMES = SIGMOID_NAMES | mamba_names("mamba") | {
     "mlp.experts.up_proj": "ffn.up.weight", "mlp.fc1_latent_proj": "ffn.to_latent",
     "mlp.fc2_latent_proj": "ffn.from_latent",
 }
+ADAPTERS = [f"adapt_{of}.{part}" for of in ("q", "k", "v", "ffn") for part in ("low", "high")]
+MAMBA_ALONE_NAMES = {                              # the state-spaces repositories: embedding
+    "embeddings": "embed", "embedding": "embed", "norm_f": "norm", "layers.*.norm": "attn_norm"}
+MAMBA1_NAMES = MAMBA_ALONE_NAMES | mamba1_names("mixer")
+MAMBA2_NAMES = MAMBA_ALONE_NAMES | mamba_names("mixer")
+ZAMBA2_NAMES = mamba_names("mamba") | mamba_names("mamba_decoder.mamba", "attn.mamba") | {
+    "mamba_decoder.input_layernorm": "attn_norm", "final_layernorm": "norm",
+    "linear": "attn.linear",
+    "shared_transformer.input_layernorm": "attn.shared.norm",
+    "shared_transformer.self_attn.q_proj": "attn.shared.wq",
+    "shared_transformer.self_attn.k_proj": "attn.shared.wk",
+    "shared_transformer.self_attn.v_proj": "attn.shared.wv",
+    "shared_transformer.self_attn.o_proj": "attn.shared.wo",
+    "shared_transformer.pre_ff_layernorm": "attn.shared.ffn_norm",
+    "shared_transformer.feed_forward.gate_up_proj": Fused(("attn.shared.gate", "attn.shared.up")),
+    "shared_transformer.feed_forward.down_proj": "attn.shared.down",
+    **{name: f"attn.{name}" for name in ADAPTERS},
+}
+JAMBA_NAMES = mamba1_names("mamba") | {
+    "final_layernorm": "norm", "pre_ff_layernorm": "ffn_norm",
+    "feed_forward.gate_proj": "ffn.gate", "feed_forward.up_proj": "ffn.up",
+    "feed_forward.down_proj": "ffn.down", "feed_forward.router": "ffn.router",
+    "feed_forward.experts.*.gate_proj": "ffn.gate", "feed_forward.experts.*.up_proj": "ffn.up",
+    "feed_forward.experts.*.down_proj": "ffn.down",
+    "feed_forward.experts.gate_up_proj": Fused(("ffn.gate.weight", "ffn.up.weight")),
+    "feed_forward.experts.down_proj": "ffn.down.weight",
+}
 LFM2_NAMES = {
     "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "embedding_norm": "norm",
     "self_attn.q_layernorm": "attn.q_norm", "self_attn.k_layernorm": "attn.k_norm",
@@ -345,6 +385,9 @@ OUR_NAMES = OLD_NAMES | {name: name for name in (
     "ffn.post_shared_norm", "ffn.expert_scale",
     "attn.wb", "attn.wc", "attn.wx", "attn.taps", "attn.taps_bias",
     "ffn.to_latent", "ffn.from_latent",
+    "attn.select", "attn.step", "attn.norm_low", "attn.norm_k", "attn.norm_q", "attn.linear",
+    *(f"attn.shared.{name}" for name in ("norm", "wq", "wk", "wv", "wo", "ffn_norm", "gate", "up",
+                                         "down")), *(f"attn.{name}" for name in ADAPTERS),
     *(f"attn.{name}" for name in PER_HEAD_TENSORS), "attn.norm",
     *(f"{attn}.{name}" for attn in ("attn", "attn.mamba")
       for name in (*MAMBA_TENSORS, *PER_GROUP_TENSORS, "wo")))}

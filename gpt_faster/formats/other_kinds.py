@@ -5,10 +5,11 @@ tests/test_kinds.py, which names new ones. Data only.
 """
 
 OTHER_KINDS = {
-    "state-space layers (Mamba, RWKV)":
-        "mamba mamba2 falcon_mamba rwkv jamba zamba zamba2 plamo2 "
-        "recurrent_gemma xlstm",
-    "gated DeltaNet or other linear attention":
+    "Mamba 1 layers that read a shared transformer block":
+        "zamba",
+    "another kind of recurrent layers than Mamba":
+        "rwkv plamo2 recurrent_gemma xlstm",
+    "linear attention other than gated DeltaNet and Mamba":
         "qwen4_exp qwen4_exp_text kimi_linear minimax bailing_hybrid glm5_next_text",
     "sparse latent attention (an indexer) or another variant of it":
         "deepseek_v32 deepseek_v4 glm_moe_dsa axk2 hy_v4 dots3_note dots3_note_text "
@@ -36,7 +37,7 @@ OTHER_KINDS = {
         "mra neomme nomic_bert nystromformer openai_privacy_filter perceiver splinter "
         "squeezebert tapas ultrabert yoso canine ultravbert dpr layoutxlm visual_bert "
         "bridgetower vilt tvp",
-    "per-layer embeddings and shared key/value layers":
+    "several residual streams (AltUp) and sparse activations":
         "gemma3n gemma3n_text",
     "a drafter's layers: use it with Gemma 4, as --draft_checkpoint_path":
         "gemma4_assistant gemma4_unified_assistant",

@@ -19,6 +19,7 @@ from gpt_faster.layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
 from gpt_faster.layers.feed_forward import FeedForwardVariant
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
+from gpt_faster.layers.mamba1 import Mamba1
 from gpt_faster.layers.moe import MoEVariant, moe_from_fields
 from gpt_faster.layers.mtp_head import MTPConfig, MTPHead
 from gpt_faster.layers.norms import LogitCap, NormVariant
@@ -26,12 +27,13 @@ from gpt_faster.layers.per_layer import PerLayer
 from gpt_faster.layers.rope import RopeVariant, rope_from_fields
 from gpt_faster.layers.shared_kv import SharedKV
 from gpt_faster.layers.short_conv import ShortConv
+from gpt_faster.layers.zamba import SharedTransformer, TokenEmbedding, ZambaBlocks
 from model import ModelConfig
 
 PARTS = {kind.kind: kind for kind in (
     AttentionAndMamba, AttentionVariant, BlockVariant, EmbedNorm, EmbedScale, FeedForwardVariant,
-    GatedDelta, Latent, LearnedPositions, LogitCap, Mamba2, NormVariant, PerLayer, SharedKV,
-    ShortConv)}
+    GatedDelta, Latent, LearnedPositions, LogitCap, Mamba1, Mamba2, NormVariant, PerLayer,
+    SharedKV, SharedTransformer, ShortConv, TokenEmbedding, ZambaBlocks)}
 
 
 def read_ours(path: Path, content: dict) -> RawCheckpoint:
@@ -103,9 +105,9 @@ def part_from_dict(d: dict | None):
     if not isinstance(kind, str) or kind not in PARTS:
         raise ValueError(f"unknown layer {brief(kind)}: written by a newer gpt-faster?")
     nested = {}
-    if kind == BlockVariant.kind:
+    if kind in (BlockVariant.kind, ZambaBlocks.kind):
         nested["widths"] = _widths(d)
-    if kind == AttentionAndMamba.kind:
+    if kind in (AttentionAndMamba.kind, SharedTransformer.kind):
         nested["mamba"] = part_from_dict(d.get("mamba"))
     return build(PARTS[kind], d, **nested)
 

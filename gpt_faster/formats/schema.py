@@ -18,10 +18,12 @@ from gpt_faster.layers.block import BlockVariant
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.feed_forward import GATED, UNGATED, FeedForwardVariant
 from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
+from gpt_faster.layers.mamba1 import Mamba1
 from gpt_faster.layers.moe import SCORES, MoEVariant
 from gpt_faster.layers.norms import HEAD_NORMS
 from gpt_faster.layers.rope import RopeVariant, n_rotated
 from gpt_faster.layers.shared_kv import SharedKV
+from gpt_faster.layers.zamba import SharedTransformer
 from model import ModelConfig, Rope, layer_config, of_layer
 
 MAX_WIDTH, MAX_HEADS, MAX_EXPERTS = 1 << 22, 1 << 16, 1 << 14         # no product overflows 64 bits
@@ -274,7 +276,14 @@ def _check_mixer(mixer, i: int) -> None:
             mixer.n_k_head < 1 or mixer.n_v_head % mixer.n_k_head or mixer.n_tap < 2):
         raise ValueError(f"{mixer.n_v_head} value heads cannot share {mixer.n_k_head} key heads "
                          f"evenly, or a convolution of {mixer.n_tap} is too short")
-    if isinstance(mixer, AttentionAndMamba):
+    if isinstance(mixer, Mamba1) and (mixer.n_tap < 2 or 0 in mixer.n_rows() or not mixer.width):
+        raise ValueError(f"a Mamba 1 layer of {mixer.width} channels with a state of "
+                         f"{mixer.state_dim}, a step of rank {mixer.step_rank} and a convolution "
+                         f"of {mixer.n_tap} is too small")
+    if isinstance(mixer, SharedTransformer) and mixer.source is not None and mixer.source >= i:
+        raise ValueError(f"layer {i} reads the transformer block of layer {mixer.source}, which is "
+                         "not an earlier layer")
+    if isinstance(mixer, AttentionAndMamba | SharedTransformer):
         check_types(mixer.mamba)
         mixer = mixer.mamba
     if isinstance(mixer, Mamba2) and (

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from checkpoint import Checkpoint, blank_model, disk_names, load_part
 from gpt_faster.formats.load import place_per_layer_embedding
+from gpt_faster.layers.mamba import AttentionWithMamba
 from gpt_faster.layers.shared_kv import SharedAttention
+from gpt_faster.layers.zamba import SharedTransformer
 from gpt_faster.quantization.refine import refine
 from gpt_faster.quantization.solve import (
     correct_weight,
@@ -33,9 +35,10 @@ from model import ExpertLinear
 from quantize import Scheme
 
 # Solved in this order, with earlier stages quantized. Linears of one stage have the same input.
-STAGES = (("attn.wqkv", "attn.qkv", "attn.gate"), ("attn.wq",), ("attn.wqkv_a",),
-          ("attn.wq_kv_a",), ("attn.wq_b",), ("attn.wbcx",), ("attn.wo",), ("ffn.gate_up",),
-          ("ffn.gate", "ffn.up"), ("ffn.shared.gate_up",), ("ffn.down",), ("ffn.shared.down",),
+STAGES = (("attn.wqkv", "attn.qkv", "attn.v", "attn.gate", "attn.mamba.qkv", "attn.mamba.gate"),
+          ("attn.wq",), ("attn.wqkv_a",), ("attn.wq_kv_a",), ("attn.wq_b",), ("attn.wbcx",),
+          ("attn.mamba.wo",), ("attn.wo",), ("ffn.gate_up",), ("ffn.gate", "ffn.up"),
+          ("ffn.shared.gate_up", "ffn.shared.up"), ("ffn.down",), ("ffn.shared.down",),
           ("end.gate",), ("end.down",))
 LAST = {"attn.wo": "attn", "ffn.down": "ffn"}      # last linear of a branch -> the branch
 CORRECTION = 0.5                                   # fraction of the input deviation to correct for
@@ -83,6 +86,9 @@ class Solver:
         self.scheme, self.others = scheme, others or {}
         self.solve_options = percdamp, blocksize, act_order
         self.model = blank_model(source.cfg, dtype)
+        if any(isinstance(mixer, SharedTransformer) for mixer in source.cfg.mixer):
+            raise ValueError("GPTQ of a transformer block that several layers share is not "
+                             "supported: use --mode int4")
         place_per_layer_embedding(self.model, source, dtype, device)
         for part in ("embed", "pos_embed", "per_layer."):
             load_part(self.model, part, source, device)
@@ -133,7 +139,8 @@ class Solver:
             if not stage:
                 continue
             module, part = modules[stage[0]], LAST.get(stage[0])
-            inputs = {} if part and not isinstance(module, ExpertLinear) else None
+            is_sum = isinstance(layer.attn, AttentionWithMamba) and part == "attn"
+            inputs = {} if part and not isinstance(module, ExpertLinear) and not is_sum else None
             hessians = self._hessians(layer, module, inputs)
             ratios += [self._solve(f"{name}.{n}", modules[n], *hessians) for n in stage]
             if inputs:                             # the branch is final: reuse its last inputs

@@ -154,19 +154,22 @@ def families() -> str:
     from test_dequantize import PACKED_FAMILIES
     from test_formats import ARCHITECTURES
     from test_gemma4 import GGUFS
-    from tiny import FAMILIES, MODELS
+    from tiny import FAMILIES, MODELS, RUN_HERE, RUN_MOST
 
     known = ARCHITECTURES | GGUFS
     configs = {name: make() for name, make in FAMILIES.items()}
     kinds = {name: getattr(c, "text_config", c).model_type for name, c in configs.items()}
-    rows = ["| model_type | models | variants tested | GGUF | more |", "|---|---|---|---|---|"]
+    columns = ("model_type", "models", "what people run", "real weights here", "variants tested",
+               "GGUF", "more")
+    rows = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for kind, models in MODELS.items():
         variants = [n for n in kinds if kinds[n] == kind]
         archs = dict.fromkeys(known[n] for n in variants if n in known)
         more = []
         if any(n in PACKED_FAMILIES for n in variants):
             more.append("packed weights")
-        rows.append(f"| `{kind}` | {models} | {', '.join(variants)} "
+        rows.append(f"| `{kind}` | {models} | {RUN_MOST.get(kind, '–')} "
+                    f"| {RUN_HERE.get(kind, '–')} | {', '.join(variants)} "
                     f"| {', '.join(archs) or '–'} | {', '.join(more) or '–'} |")
     return "\n".join(rows) + "\n"
 
