@@ -55,6 +55,8 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
     try:
         if scheme != "none":
             quantized_source = quantize_on_load.quantized(source, scheme, device=device)
+        else:
+            quantized_source = quantize_on_load.with_fp4(source)
         size = n_bytes(tp.shard(quantized_source), dtype, device)
         # Ranks on one machine share its memory.
         n_sharing = n_local() if device.type == "cpu" else 1

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import LazyTensor, MappedFile, beginning, brief, some
+from gpt_faster.formats.fp4 import gguf_leaves
 from gpt_faster.formats.gguf_int4 import as_int4
 from gpt_faster.formats.lazy import Packed
 from gpt_faster.formats.other_kinds import DFLASH_INSTEAD
@@ -327,5 +328,6 @@ def _tensor(name: str, shape: tuple[int, ...], kind, file: MappedFile, start: in
         return LazyTensor(name, shape, dtype, read_vector)
     t = LazyTensor(name, shape, dtype, read_rows)
     if n_block > 1:
-        t.packed = Packed(kind.name, as_int4(t, kind.name, read_bytes))
+        leaves = as_int4(t, kind.name, read_bytes) or gguf_leaves(t, kind.name, read_bytes)
+        t.packed = Packed(kind.name, *leaves)
     return t
