@@ -2,7 +2,7 @@
 
 Knows the byte layout of a block (github.com/ggml-org/llama.cpp, ggml-common.h), no file.
 
-    scheme, leaves = as_int4(tensor, "Q4_1", read_bytes)           # lazy: codes, scales, zeros
+    codes, scales, zeros = as_int4(tensor, "Q4_1", read_bytes)         # lazy tensors
 """
 
 from collections.abc import Callable
@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from checkpoint import LazyTensor
-from quantize import Int4
 
 
 def as_int4(t: LazyTensor, kind: str,
-            read_bytes: Callable[[int, int], Tensor]) -> tuple:
+            read_bytes: Callable[[int, int], Tensor]) -> tuple[LazyTensor, ...]:
     """read_bytes(a, b): raw bytes of rows [a, b), uint8 [b - a, n]. () for other kinds."""
     if kind not in BLOCKS:
         return ()
@@ -24,9 +23,8 @@ def as_int4(t: LazyTensor, kind: str,
 
     def reader(i):
         return lambda a, b: parts_of(read_bytes(a, b).unflatten(-1, (-1, n_byte)))[i].flatten(1)
-    leaves = (LazyTensor(t.name, (*lead, n_in // 2), torch.uint8, reader(0)),
-              *(LazyTensor(t.name, (*lead, n_in // 32), torch.float32, reader(i)) for i in (1, 2)))
-    return Int4(32), leaves
+    return (LazyTensor(t.name, (*lead, n_in // 2), torch.uint8, reader(0)),
+            *(LazyTensor(t.name, (*lead, n_in // 32), torch.float32, reader(i)) for i in (1, 2)))
 
 
 # Each takes blocks [m, n, bytes] -> codes, two neighbours per byte; scales; zeros.

@@ -8,6 +8,7 @@
 //
 //     fp32 [out/NR, in, NR]        bf16 [out/NR, in/2, NR, 2]
 //     int8 [out/NR, in/2, NR, 2]   int4 [out/NR, in/8, NR] words, input i at bits 4i
+//     fp4 [out/NR, in/8 words and in/G bytes, NR], codes like int4's, then a scale per G inputs
 //
 // `in` is padded with zeros to a multiple of 32 (GROUP), `out` to one of NR. Sums are fp32.
 
