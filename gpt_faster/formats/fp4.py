@@ -18,7 +18,6 @@ from gpt_faster.layers.fp4 import MXFP4, NVFP4, Fp4
 from model import ExpertLinear
 from quantize import LINEARS
 
-
 # ---- A layout -> a tensor -----------------------------------------------------------------------
 
 def nvfp4_of_modelopt(tensors: dict[str, LazyTensor]) -> list[LazyTensor]:

@@ -24,8 +24,8 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
 
     solver(name) -> quantized tensors, instead of rounding to nearest (GPTQ). others: linears with
     another scheme. Int4 in the file is kept: a GGUF's if its group size is the requested one, AWQ,
-    GPTQ and compressed-tensors with any group size; so is fp4, unless int8 is requested. ValueError:
-    already quantized in another way, or the group size does not divide the inputs.
+    GPTQ and compressed-tensors with any group size; so is fp4, unless int8 is requested.
+    ValueError: already quantized in another way, or the group size does not divide the inputs.
     """
     schemes = quantize.schemes_for(source, mode, groupsize, head)
     schemes |= {name: scheme for name, scheme in (others or {}).items() if name in schemes}
@@ -51,7 +51,8 @@ def quantize_tensor(t: LazyTensor, scheme: Scheme, device="cpu",
     x = t.name.removesuffix(".weight")
     layout = scheme.leaves(t.shape)
     if t.read_rows is None:                        # random weights: random codes and scales
-        return [LazyTensor(f"{x}.{part}", *kind, None, fill=_filler(scheme, part))
+        own = scheme if isinstance(scheme, Fp4) else None
+        return [LazyTensor(f"{x}.{part}", *kind, None, fill=_filler(scheme, part), scheme=own)
                 for part, kind in layout.items()]
     if solver:
         return quantize.lazy_leaves(t, scheme, _SolvedRows(t, solver).read)
@@ -91,7 +92,13 @@ def _filler(scheme: Scheme, part: str) -> Callable:
 
 def fill(scheme: Scheme, part: str, t: torch.Tensor) -> None:
     """Random codes and scales, as of weights with a standard deviation of 0.02."""
-    if part != "weight":
+    if isinstance(scheme, Fp4):
+        if part == "scales":
+            t.fill_(0.02 / 2.93)                   # standard deviation of e2m1's values
+            return
+        t.random_(0, 256)
+        scheme.split(t)[1].fill_(56 if scheme.groupsize == 16 else 127)    # 1.0 in e4m3, e8m0
+    elif part != "weight":
         deviation = 73 if scheme.groupsize is None else 4.6        # standard deviation of the codes
         t.fill_((0.01 if part == "zeros" else 0.02) / deviation)   # codes' mean is -0.5
     elif scheme.groupsize is None:

@@ -198,19 +198,20 @@ template <int M>
     for (int v = 0; v < 2; v++) store(y + m * NR + v * LANES, total[m][v]);
 }
 
-// int14 activations times packed fp4 weights, without the scale of the row
-template <int M>
-[[gnu::noinline]] static void a16fp4_kernel(const int32_t* w, const uint8_t* scales, int group_size,
+// int14 activations times packed fp4 weights, without the scale of the row. Activations are those
+// of a group or of two (G = GROUP or GROUP / 2).
+template <int M, int G>
+[[gnu::noinline]] static void a16fp4_kernel(const int32_t* w, const uint8_t* scales,
                                             const Activations& x, float* y) {
   int n_group = x.K / GROUP;
   vf sum[M][2] = {};
-  for (int g = 0; g < x.K / group_size; g++) {
+  for (int g = 0; g < x.K / G; g++) {
     vi acc[M][2] = {};
 #pragma GCC unroll 1
-    for (int j = g * group_size / 8; j < (g + 1) * group_size / 8; j++) {
+    for (int j = g * G / 8; j < (g + 1) * G / 8; j++) {
       const int32_t* words = w + (long)j * NR;
       prefetch(words, 4 * NR);
-      for (int odd = 0; odd < 2; odd++) {      // byte i: input 2 i + odd
+      auto multiply_pairs = [&](int odd) {     // byte i: input 2 i + odd
         vi bytes[2];
         for (int v = 0; v < 2; v++)
           bytes[v] = twice_e2m1((vi)(load<vu>(words + v * LANES) >> (4 * odd)) & 0x0f0f0f0f);
@@ -224,17 +225,25 @@ template <int M>
             for (int v = 0; v < 2; v++) acc[m][v] = dot2(acc[m][v], codes[v], pair);
           }
         }
+      };
+      if constexpr (M < 2) {
+        for (int odd = 0; odd < 2; odd++) multiply_pairs(odd);
+      } else {                                 // unrolled, GCC spills the products
+#pragma GCC unroll 1
+        for (int odd = 0; odd < 2; odd++) multiply_pairs(odd);
       }
     }
+    prefetch(scales + g * NR, NR);
     vf scale[2];
-    for (int v = 0; v < 2; v++)
-      scale[v] = fp4_scale(scales + g * NR + v * LANES, group_size) * 0x1p-9f;    // 2 * 256
-    for (int m = 0; m < M; m++)
-      for (int v = 0; v < 2; v++)
-        sum[m][v] += to_float(acc[m][v]) * (scale[v] * x.scale[m * n_group + g * group_size / GROUP]);
+    for (int v = 0; v < 2; v++) scale[v] = fp4_scale_bits(scales + g * NR + v * LANES, G);
+    for (int m = 0; m < M; m++) {
+      float x_scale = x.scale[m * n_group + g * G / GROUP] * (G < GROUP ? 0x1p80f : 1.0f);
+      for (int v = 0; v < 2; v++) sum[m][v] += to_float(acc[m][v]) * (scale[v] * x_scale);
+    }
   }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < 2; v++) store(y + m * NR + v * LANES, sum[m][v]);
+  for (int m = 0; m < M; m++)                  // the values were 512 times as large
+    for (int v = 0; v < 2; v++)
+      store(y + m * NR + v * LANES, sum[m][v] * (G < GROUP ? 0x1p31f : 0x1p-9f));
 }
 
 // int8 activations times uint8 codes [K / 4, NR, 4]: int4 codes if `scales` is given, else int8

@@ -36,8 +36,10 @@ static void panel_kernel(const Linear& op, int i, const Activations& x, float* y
     else a16_kernel<M>((const int8_t*)w, nullptr, x, y);
   }
   if (op.format == FP4 && unpacked) a16_kernel<M>(unpacked->codes, unpacked->scales, x, y);
+  else if (op.format == FP4 && op.group_size < GROUP)
+    a16fp4_kernel<M, GROUP / 2>((const int32_t*)w, fp4_scales(w, x.K), x, y);
   else if (op.format == FP4)
-    a16fp4_kernel<M>((const int32_t*)w, fp4_scales(w, x.K), op.group_size, x, y);
+    a16fp4_kernel<M, GROUP>((const int32_t*)w, fp4_scales(w, x.K), x, y);
   if (has_row_scales(op)) apply_row_scales(M, op, i, y);
 }
 

@@ -51,15 +51,18 @@ static inline const int32_t* int4_scales(const Linear& op, int i, int K) {
 }
 
 // fp4: w = e2m1(code) * scale of the group * row_scale. The panel's codes are followed by its scales
-// [in / group_size, NR] in bytes: e4m3 for groups of 16, e8m0 for groups of 32
+// [in / group_size, NR] in bytes without a sign: e4m3 for groups of 16, e8m0 for groups of 32
 static inline const uint8_t* fp4_scales(const char* panel, int K) {
   return (const uint8_t*)panel + (size_t)K / 2 * NR;
 }
 
+// The bits as a float: e8m0's value, or 2^-120 of e4m3's, whose exponent has another bias
+static inline vf fp4_scale_bits(const uint8_t* scales, int group_size) {
+  return (vf)(load_uint8(scales) << (group_size < 32 ? 20 : 23));
+}
+
 static inline vf fp4_scale(const uint8_t* scales, int group_size) {
-  vi b = __builtin_convertvector(load<vu8_quarter>(scales), vi);
-  if (group_size > 16) return (vf)(b << 23);   // 2^(b - 127); 0 for b = 0
-  return (vf)((b & 127) << 20 | (b & 128) << 24) * 0x1p120f;      // rebiases the exponent
+  return fp4_scale_bits(scales, group_size) * (group_size < 32 ? 0x1p120f : 1.0f);
 }
 
 static inline void scale_and_offset(const void* words, vf* scale, vf* offset) {

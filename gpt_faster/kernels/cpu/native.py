@@ -405,11 +405,16 @@ def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | No
 def pack_fp4(weight: Tensor, scales: Tensor, group_size: int) -> tuple:
     """Blocks [out, in/G * (G/2 + 1)] -> bytes [out/NR, in/2 + in/G, NR]: codes, then scales."""
     blocks = weight.unflatten(1, (-1, group_size // 2 + 1))
-    missing_out, missing_groups = -len(weight) % panel_width(), -blocks.shape[1] % (32 // group_size)
+    missing_out = -len(weight) % panel_width()
+    missing_groups = -blocks.shape[1] % (32 // group_size)
     blocks = F.pad(blocks, (0, 0, 0, missing_groups, 0, missing_out))
-    words = blocks[..., :-1].flatten(1).view(torch.int32)
+    codes, scale_bytes = blocks[..., :-1], blocks[..., -1]
+    if group_size < 32:                            # e4m3: the sign goes to the codes
+        codes = codes ^ (scale_bytes >> 7)[..., None] * 0x88
+        scale_bytes = scale_bytes & 127
+    words = codes.flatten(1).view(torch.int32)
     codes = pack_panels(words).view(torch.uint8).reshape(-1, 4 * words.shape[1], panel_width())
-    scale_bytes = blocks[..., -1].unflatten(0, (-1, panel_width())).transpose(1, 2)
+    scale_bytes = scale_bytes.unflatten(0, (-1, panel_width())).transpose(1, 2)
     row_scales = F.pad(scales.float(), (0, missing_out))
     return FP4, torch.cat((codes, scale_bytes), 1), row_scales, group_size
 

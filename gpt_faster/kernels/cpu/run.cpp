@@ -29,7 +29,9 @@ enum OpKind {
 };
 
 extern "C" int panel_width() { return NR; }
-extern "C" int has_int8_dot(int format) { return format == INT4 ? HAS_INT4_DOT : HAS_INT8_DOT; }
+extern "C" int has_int8_dot(int format) {
+  return format == INT4 ? HAS_INT4_DOT : HAS_INT8_DOT && format != FP4;
+}
 extern "C" int has_bf16() { return HAS_BF16; }
 extern "C" int has_amx() { return amx_enabled(); }
 extern "C" const Field* fields() { return FIELDS; }

@@ -86,6 +86,17 @@ static inline vi16 load_int8(const void* p) {
 #endif
 }
 
+// A byte for each lane
+static inline vi load_uint8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#elif defined(__AVX2__) && !defined(WITH_512_BITS)
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return __builtin_convertvector(load<vu8_quarter>(p), vi);
+#endif
+}
+
 // The low byte of each lane
 static inline void store_bytes(void* p, vi x) {
 #if defined(__AVX512F__)
