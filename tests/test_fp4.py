@@ -17,7 +17,7 @@ from test_families import close
 
 from checkpoint import LazyTensor, save_checkpoint
 from gpt_faster.formats.awq_gptq_fp8 import dequantized
-from gpt_faster.formats.fp4 import fp4_leaves, fp4_linears, gguf_leaves
+from gpt_faster.formats.fp4 import fp4_leaves, fp4_linears, gguf_leaves, with_gguf_factors
 from gpt_faster.formats.lazy import index_select
 from gpt_faster.formats.load import load_model, n_bytes, read_checkpoint
 from gpt_faster.formats.quantize_on_load import note, quantized, with_fp4
@@ -140,6 +140,28 @@ def test_gguf(kind):
     weight, scales = (leaf.whole() for leaf in leaves)
     torch.testing.assert_close(scheme.dequantize(weight, scales[:, 0], None, torch.float32), expected, rtol=0, atol=0)
     assert gguf_leaves(t, "Q5_0", None) == ()
+
+
+def test_factors_of_a_gguf():
+    """llama.cpp's converter writes ModelOpt's weight_scale_2 as X.scale, of experts one each."""
+    def tensor(name, *shape):
+        *parts, exact = random_fp4(*shape)
+        t = read(stored("modelopt", "a", *parts) if len(shape) == 2 else
+                 {"a_proj": pairs(parts[0]), "a_proj_weight_scale": parts[1], "a_proj_weight_scale_2": parts[2]}, MODELOPT)
+        return next(iter(t.values())).renamed(name), exact
+
+    one, exact_one = tensor("blk.0.attn_q.weight", 8, 32)
+    experts, exact = tensor("blk.0.ffn_up_exps.weight", 3, 8, 32)
+    factors = torch.tensor([0.5, 1, 4])
+    more = [lazy("blk.0.attn_q.scale", torch.tensor([0.25])), lazy("blk.0.attn_q.input_scale", torch.ones(1)),
+            lazy("blk.0.ffn_up_exps.scale", factors), lazy("blk.1.ffn_up.scale", factors)]
+    found = {t.name: t for t in with_gguf_factors([one, experts, *more], lambda name: False)}
+    assert set(found) == {one.name, experts.name, "blk.1.ffn_up.scale"}       # that one is told as unknown
+    torch.testing.assert_close(from_leaves(found[one.name]), exact_one * 0.25, rtol=1e-6, atol=0)
+    torch.testing.assert_close(from_leaves(found[experts.name]), exact * factors[:, None, None].double(), rtol=1e-6, atol=0)
+    assert len(with_gguf_factors([experts, *more[2:3]], lambda name: True)) == 2
+    with pytest.raises(ValueError, match="do not match"):
+        with_gguf_factors([one, lazy("blk.0.attn_q.scale", factors)], lambda name: False)
 
 
 def swapped(codes):

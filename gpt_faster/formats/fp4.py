@@ -94,6 +94,42 @@ def gguf_leaves(t: LazyTensor, kind: str, read_bytes: Callable[[int, int], Tenso
     return scheme, _leaves(t.name, scheme, t.shape, blocks, lambda a, b: torch.ones(b - a, 1), t)
 
 
+def with_gguf_factors(tensors: list[LazyTensor],
+                      is_known: Callable[[str], bool]) -> list[LazyTensor]:
+    """The factors X.scale [1] or [E] of NVFP4's X.weight, applied to it; X.input_scale is dropped.
+
+    is_known(name): the architecture has a tensor of this name, which is something else.
+    """
+    factors = {t.name: t for t in tensors if t.name.endswith((".scale", ".input_scale"))}
+    applied, new = set(), []
+    for t in tensors:
+        x = t.name.removesuffix(".weight")
+        if t.packed and t.packed.scheme is NVFP4 and not is_known(f"{x}.scale"):
+            applied |= {f"{x}.scale", f"{x}.input_scale"}
+            t = _times_factor(t, factors[f"{x}.scale"]) if f"{x}.scale" in factors else t
+        new.append(t)
+    return [t for t in new if t.name not in applied]
+
+
+def _times_factor(t: LazyTensor, factor: LazyTensor) -> LazyTensor:
+    if factor.n_row not in (1, t.shape[0] if len(t.shape) == 3 else 1):
+        raise mismatch(t.name, t, factor)
+    factors = _row_factors(factor, t.shape[-2])
+    weight, row_scales = t.packed.leaves
+    row_scales = row_scales.derived(
+        lambda a, b, t=row_scales: t.read_rows(a, b) * factors(a, b))
+    return t.derived(lambda a, b: t.read_rows(a, b).float() * factors(a, b),
+                     packed=t.packed._replace(leaves=(weight, row_scales)))
+
+
+def _row_factors(factor: LazyTensor, n_out: int) -> Callable[[int, int], Tensor]:
+    """(a, b) -> fp32 [b - a, 1]: the matrix's factor, or of experts their own."""
+    def rows(a, b):
+        each = factor.whole().float().reshape(-1, 1)
+        return each[torch.arange(a, b) // n_out] if len(each) > 1 else each.expand(b - a, 1)
+    return rows
+
+
 def take(tensors: dict[str, LazyTensor], *names: str) -> list[LazyTensor]:
     """Remove them from the dict. ValueError names one that is missing."""
     missing = [name for name in names if name not in tensors]
@@ -136,8 +172,7 @@ def fp4_weight(name: str, kind: str, scheme: Fp4, codes: LazyTensor, scales: Laz
     def row_scales(a, b):
         if global_scale is None:
             return torch.ones(b - a, 1)
-        each = factor(global_scale.whole().float()).reshape(-1, 1)
-        return each[torch.arange(a, b) // shape[-2] if n_factor > 1 else torch.zeros(b - a).long()]
+        return factor(_row_factors(global_scale, shape[-2])(a, b))
 
     leaves = _leaves(name, scheme, shape, blocks, row_scales, *parts)
 
