@@ -177,6 +177,7 @@ class LazyTensor:
     made_of: tuple["LazyTensor", ...] = ()
     fill: Callable[[Tensor], None] | None = None
     packed: object = None                          # None if read_rows changes the values
+    scheme: Scheme | None = None                   # of a leaf, if it is none of quantize.py's
 
     @property
     def n_row(self) -> int:
@@ -185,7 +186,8 @@ class LazyTensor:
     def derived(self, read_rows: Callable | None, **changes) -> "LazyTensor":
         """A tensor whose rows are computed from this one's, with `changes` to the other fields."""
         read_rows = self.read_rows and read_rows
-        new = LazyTensor(self.name, self.shape, self.dtype, read_rows, (self,), self.fill)
+        new = LazyTensor(self.name, self.shape, self.dtype, read_rows, (self,), self.fill,
+                         scheme=self.scheme)
         return replace(new, **changes)
 
     def renamed(self, name: str) -> "LazyTensor":
@@ -238,7 +240,9 @@ def narrow(t: LazyTensor, axis: int, low: int, high: int) -> LazyTensor:
             a, b, high - low, lambda i, a, b: t.read_rows(i * n + low + a, i * n + low + b))
     if axis == max(1, len(shape) - 1):
         return t.derived(slice_columns, shape=shape)
-    return t.derived(slice_first_axis if axis == 0 else slice_each_matrix, shape=shape)
+    packed = t.packed and t.packed.rows(lambda part: narrow(part, axis, low, high))
+    return t.derived(slice_first_axis if axis == 0 else slice_each_matrix, shape=shape,
+                     packed=packed)
 
 
 def across_matrices(a: int, b: int, n: int, read: Callable[[int, int, int], Tensor]) -> Tensor:
@@ -264,7 +268,8 @@ def stack(pieces: list[LazyTensor]) -> LazyTensor:
         return across_matrices(
             a, b, first.shape[0], lambda i, low, high: pieces[i].read_rows(low, high))
     read_rows = vectors if len(shape) == 2 else matrices
-    return LazyTensor(first.name, shape, first.dtype, read_rows, tuple(pieces))
+    packed = first.packed and first.packed.stacked(stack, [p.packed for p in pieces])
+    return LazyTensor(first.name, shape, first.dtype, read_rows, tuple(pieces), packed=packed)
 
 
 def check_finite(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:

@@ -175,6 +175,9 @@ def scheme_at(tensors: "dict[str, LazyTensor]", x: str, n_in: int | None = None)
 
     n_in: its input width, if known. ValueError if its tensors do not match each other.
     """
+    weight = tensors.get(f"{x}.weight")
+    if weight is not None and weight.scheme:
+        return weight.scheme
     leaves = {leaf: tensors[f"{x}.{leaf}"] for leaf in LEAVES if f"{x}.{leaf}" in tensors}
     try:
         return scheme_of({leaf: t.shape for leaf, t in leaves.items()}, n_in)
@@ -286,7 +289,7 @@ class QuantizedLinear(nn.Module):
         self.weight = self.scales = self.zeros = None
         precise = torch.float32 if dtype == torch.float16 else dtype   # tiny scales underflow
         for leaf, (shape, kind) in scheme.leaves(self.shape).items():
-            kind = precise if kind.is_floating_point else kind
+            kind = precise if kind == torch.bfloat16 else kind
             blank = torch.empty(shape, dtype=kind, device="meta")
             setattr(self, leaf, nn.Parameter(blank, requires_grad=False))
 

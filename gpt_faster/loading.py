@@ -60,6 +60,8 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
         cache_format.check(source.cfg)
     if scheme:
         source = quantize_on_load.quantized(source, scheme, head=head, device=device)
+    else:
+        source = quantize_on_load.with_fp4(source)
     model = load(source, dtype, device, engine)
     model.kv_cache = cache_format
     return model, source, tokenizer

@@ -15,6 +15,7 @@ from gpt_faster.cli.parser import Parser  # noqa: E402
 from gpt_faster.cli.quantizing import write  # noqa: E402
 from gpt_faster.formats.hub import output_path, resolve  # noqa: E402
 from gpt_faster.formats.load import read_checkpoint  # noqa: E402
+from gpt_faster.formats.quantize_on_load import with_fp4  # noqa: E402
 
 
 def run(argv=None) -> int:
@@ -27,7 +28,7 @@ def run(argv=None) -> int:
                    help="default: that of the source (bfloat16 for a quantized GGUF)")
     args = p.parse_args(argv)
     path = resolve(args.checkpoint_dir)
-    source = read_checkpoint(path)
+    source = with_fp4(read_checkpoint(path))
     output = args.output or output_path(path, "model.pth")
     write(source, output, args.dtype and getattr(torch, args.dtype))
     print(output)

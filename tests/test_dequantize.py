@@ -495,7 +495,7 @@ def test_the_refusals_start_from_what_is_read(tensors, config):
         "bitsandbytes", "hqq", "aqlm", "quanto", "eetq", "torchao", "bitnet", "nvfp4", "quark",
         "vptq", "higgs", "auto-round")),
     ({}, {}, "quant_method None"),
-    ({}, dict(quant_method="modelopt", quant_algo="NVFP4"), "quant_algo 'NVFP4'"),
+    ({}, dict(quant_method="modelopt", quant_algo="NVFP4_AWQ"), "quant_algo 'NVFP4_AWQ'"),
     *((AWQ, AWQ_CONFIG | dict(version=v), f"AWQ version '{v}'") for v in (
         "gemv", "gemv_fast", "llm-awq", "marlin")),
     (AWQ, AWQ_CONFIG | dict(backend="llm-awq"), "backend 'llm-awq'"),
@@ -506,7 +506,7 @@ def test_the_refusals_start_from_what_is_read(tensors, config):
     (GPTQ, GPTQ_CONFIG | dict(bits=5), "GPTQ in 5 bits"),
     (GPTQ, GPTQ_CONFIG | dict(bits=3, meta=dict(quantizer=["gptqmodel:1.0"])), "3 bits by GPTQM"),
     *((PACK, ct(f), f"format '{f}'") for f in (
-        "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "marlin-24",
+        "mxfp8-quantized", "marlin-24",
         "sparse-bitmask", "sparse-24-bitmask")),
     (PACK, ct("pack-quantized", sparsity_config=dict(format="sparse-24-bitmask")), "sparse-24"),
     (PACK, ct("pack-quantized", transform_config=dict(config_groups=dict(R1={}))), "transform"),

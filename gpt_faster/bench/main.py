@@ -165,7 +165,7 @@ def read_engines(args, is_nano_gpt: bool) -> list[tuple[str, str]]:
     for scheme in schemes:
         if scheme != "none" and not is_scheme(scheme):
             raise ValueError(f"--quantize {scheme}: expected none, int8, int4, or int4-g64 (groups "
-                             "of 32, 64, 128 or 256)")
+                             "of 32, 64, 128 or 256); with --random also nvfp4, mxfp4")
     engines = [name for name in requested if split_cache(name)[0] in known]
     pairs = [(engine, scheme) for scheme in schemes for engine in engines]
     return pairs + [("compile", name) for name in requested if name not in engines]

@@ -15,10 +15,13 @@ from gpt_faster.devices import free_memory
 from gpt_faster.formats import quantize_on_load
 from gpt_faster.formats.known_shapes import random_dflash, random_eagle3, random_mtp_head
 from gpt_faster.formats.load import count_parameters, n_bytes
+from gpt_faster.layers.fp4 import MXFP4, NVFP4, Fp4
 from gpt_faster.loading import load_shard
 from model import ModelConfig, Transformer
-from quantize import SCHEMES, schemes
+from quantize import LINEARS, SCHEMES, schemes
 from tp import n_local
+
+FP4_SCHEMES = {scheme.name: scheme for scheme in (NVFP4, MXFP4)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +40,7 @@ class Weights:
 
 
 def is_scheme(name: str) -> bool:
-    return name == "int4" or name in SCHEMES
+    return name == "int4" or name in (*SCHEMES, *FP4_SCHEMES)
 
 
 def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
@@ -53,8 +56,12 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
     error = None
     quantized_source = source
     try:
-        if scheme != "none":
+        if scheme in FP4_SCHEMES:
+            quantized_source = random_fp4(source, FP4_SCHEMES[scheme])
+        elif scheme != "none":
             quantized_source = quantize_on_load.quantized(source, scheme, device=device)
+        else:
+            quantized_source = quantize_on_load.with_fp4(source)
         size = n_bytes(tp.shard(quantized_source), dtype, device)
         # Ranks on one machine share its memory.
         n_sharing = n_local() if device.type == "cpu" else 1
@@ -70,6 +77,17 @@ def load_weights(source, scheme: str, dtype: torch.dtype, device: torch.device,
     return Weights(name=name, cfg=source.cfg, n_parameters=count_parameters(source.cfg),
                    scheme=scheme, quantization=schemes(quantized_source)[0], dtype=dtype,
                    model=model, error=error, drafters=loaded)
+
+
+def random_fp4(source, scheme: Fp4):
+    """The checkpoint with linears in fp4 and an int8 head. ValueError: its weights are not random,
+    and nothing here rounds weights to fp4.
+    """
+    if any(t.read_rows for t in source.tensors.values()):
+        raise ValueError(f"--quantize {scheme.name} needs --random: fp4 is only read, from files "
+                         "that are in it")
+    linears = filter(LINEARS.search, source.tensors)
+    return quantize_on_load.quantized(source, "int4", others=dict.fromkeys(linears, scheme))
 
 
 def open_drafter(name: str, source, scheme: str, device: torch.device):

@@ -1,10 +1,10 @@
-"""AWQ, GPTQ, fp8, MXFP4 and compressed-tensors -> our int4, or plain weights, row by row.
+"""AWQ, GPTQ, fp8, fp4 and compressed-tensors -> our int4, or plain weights, row by row.
 
 Defines the layouts: which tensors on disk form one linear, how integers are packed, which scale
 applies to each weight. Uses only `quantization_config` from config.json; independent of file
 formats and model families. In every layout, weight = (code - zero point) * scale. Four-bit
 weights in contiguous groups stay in four bits (`_int4`); all others are dequantized in fp32
-(`_scaled`):
+(`_scaled`). NVFP4 and MXFP4 are read by fp4.py:
 
     tensors = dequantized(tensors, config["quantization_config"])
 """
@@ -13,24 +13,28 @@ import math
 import re
 
 import torch
-import torch.nn.functional as F
 
 from checkpoint import LazyTensor, brief
+from gpt_faster.formats.fp4 import (
+    fp4_of_compressed_tensors,
+    mxfp4_of_gpt_oss,
+    nvfp4_of_modelopt,
+)
 from gpt_faster.formats.lazy import Packed, cached, offset
 
 ALTERNATIVES_HINT = ("use the original model, or a GGUF, AWQ, GPTQ, fp8 or compressed-tensors "
                      "version")
-_FP4 = torch.tensor([0, .5, 1, 1.5, 2, 3, 4, 6, -0., -.5, -1, -1.5, -2, -3, -4, -6])  # e2m1
-FP4_PAIRS = torch.stack((_FP4.repeat(16), _FP4.repeat_interleave(16)), 1)     # byte -> low, high
 # AWQ's int32 holds eight adjacent outputs, lowest bits first, in this order (GPTQ: 0 1 2 ...)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+CT_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+              "nvfp4-pack-quantized", "mxfp4-pack-quantized", "dense")
+MODELOPT_ALGORITHMS = ("FP8", "NVFP4", "MIXED_PRECISION")
 
 # scales of activations and the KV cache: not needed, since we compute in floating point
 UNUSED = re.compile(r"(\.|_proj_)(activation_scale|"
                     r"(input|output|prob|kv|[qkv])_(global_scale|scale_ub|scale|zero_point))$")
 PARTNER = re.compile(r"\.(qweight|qzeros|scales|g_idx)$|_proj_(scale|scale_inv|blocks|scales)$|"
-                     r"weight_(scale|scale_inv|zero_point|g_idx|packed|shape)$")
+                     r"weight_(scale|scale_2|global_scale|scale_inv|zero_point|g_idx|packed|shape)$")
 
 
 is_int = lambda v: type(v) is int and -1 <= v < 1 << 22
@@ -42,7 +46,7 @@ METHOD = dict(                                     # types of quantization_confi
     checkpoint_format=is_str, bits=is_int, w_bit=is_int, group_size=is_int, q_group_size=is_int,
     weight_block_size=lambda v: isinstance(v, list) and len(v) == 2 and all(map(is_int, v)),
     config_groups=[SCHEME], sparsity_config=dict(format=is_str),
-    transform_config=dict(config_groups=is_dict))
+    transform_config=dict(config_groups=is_dict), quantized_layers=[dict(quant_algo=is_str)])
 
 
 def check_types(found, expected, name: str = "it") -> None:
@@ -79,7 +83,7 @@ def dequantized(tensors: list[LazyTensor], quantization: dict) -> list[LazyTenso
     tensors = {t.name: t for t in tensors if not UNUSED.search(t.name)}
     weights = list(READERS[method](tensors, quantization))   # removes what it uses from `tensors`
     for t in weights:
-        if t.dtype.is_floating_point and t.name.endswith("weight"):
+        if t.dtype.is_floating_point and t.name.endswith("weight") and not t.packed:
             t.packed = Packed(method)
     orphan = next((name for name in tensors if PARTNER.search(name)), None)
     if orphan:
@@ -107,9 +111,14 @@ def _fp8(tensors, quantization, dtypes="fp8", sizes=None):
 
 
 def _modelopt(tensors, quantization):
-    if quantization.get("quant_algo") != "FP8":
-        _refuse(f"modelopt's quant_algo {quantization.get('quant_algo')!r}", ["'FP8'"])
-    return _fp8(tensors, quantization)
+    """The tensors decide between fp8 and NVFP4; MIXED_PRECISION names a method for each layer."""
+    layers = quantization.get("quantized_layers") or {}
+    of_layers = [layer["quant_algo"] for layer in layers.values() if layer.get("quant_algo")]
+    for algorithm in [quantization.get("quant_algo"), *of_layers]:
+        if algorithm not in MODELOPT_ALGORITHMS:
+            _refuse(f"modelopt's quant_algo {brief(algorithm)}", map(repr, MODELOPT_ALGORITHMS))
+    yield from nvfp4_of_modelopt(tensors)
+    yield from _fp8(tensors, quantization)
 
 
 def _awq(tensors, quantization):
@@ -182,6 +191,7 @@ def _compressed_tensors(tensors, quantization):
     sizes = [(0, 0), *((1, w.get("group_size") or 0) for w in weights)]
     sizes += [[int(n) for n in re.findall(r"\d+", str(w["block_structure"]))]      # or "128x128"
               for w in weights if w.get("block_structure")]
+    yield from fp4_of_compressed_tensors(tensors)
     for x, packed, scale, shape, zero, group in _linears(
             tensors, ".weight_packed", torch.int32, (".weight_scale", ".weight_shape"),
             (".weight_zero_point", ".weight_g_idx")):
@@ -209,15 +219,7 @@ def _compressed_tensors(tensors, quantization):
 
 
 def _mxfp4(tensors, quantization):
-    """X_blocks [E, out, in/32, 16] uint8, two e2m1 a byte, low first; X_scales [E, out, in/32]."""
-    for x, blocks, scales in _linears(tensors, "_blocks", torch.uint8, ("_scales",)):
-        _check(x, [blocks, scales], blocks.shape == (*scales.shape, 16) and len(scales.shape) == 3)
-        E, n_out, n_block = scales.shape
-
-        def values(a, b, blocks=blocks):                                # [b - a, in/32, 16]
-            return F.embedding(blocks.read_rows(a, b).int(), FP4_PAIRS).flatten(1)
-        yield _scaled(x + ".weight", (E, n_out, n_block * 32), values, scales, None, [(1, 32)],
-                      None, blocks)
+    return mxfp4_of_gpt_oss(tensors)
 
 
 READERS = {"fp8": _fp8, "fbgemm_fp8": _fp8, "modelopt": _modelopt, "awq": _awq, "gptq": _gptq,

@@ -16,9 +16,11 @@ from pathlib import Path
 import torch
 
 from checkpoint import LazyTensor, MappedFile, beginning, brief, some
+from gpt_faster.formats.fp4 import gguf_leaves
 from gpt_faster.formats.gguf_int4 import as_int4
 from gpt_faster.formats.lazy import Packed
 from gpt_faster.formats.other_kinds import DFLASH_INSTEAD
+from quantize import Int4
 
 MAX_ARRAY_ENTRIES = 1 << 24                             # 100x the largest vocabulary
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")     # llama.cpp's gguf-split names parts so
@@ -327,5 +329,7 @@ def _tensor(name: str, shape: tuple[int, ...], kind, file: MappedFile, start: in
         return LazyTensor(name, shape, dtype, read_vector)
     t = LazyTensor(name, shape, dtype, read_rows)
     if n_block > 1:
-        t.packed = Packed(kind.name, as_int4(t, kind.name, read_bytes))
+        int4 = as_int4(t, kind.name, read_bytes)
+        own = (Int4(32), int4) if int4 else gguf_leaves(t, kind.name, read_bytes)
+        t.packed = Packed(kind.name, *own)
     return t

@@ -9,10 +9,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint import LazyTensor, brief, name_unknown, reading, sampling_values
+from checkpoint import LazyTensor, brief, look_up, name_unknown, reading, sampling_values
 from gpt_faster.formats.config import Stated, config_from_hf, head_dim
 from gpt_faster.formats.families import FAMILIES, stated_folds
 from gpt_faster.formats.fold import Folds
+from gpt_faster.formats.fp4 import with_gguf_factors
 from gpt_faster.formats.gguf_file import read_gguf_parts, what_instead
 from gpt_faster.formats.gguf_mamba import (
     ALONE,
@@ -461,6 +462,8 @@ def read_gguf(path: Path) -> RawCheckpoint:
         names |= GEMMA4_MOE_NAMES if c["num_experts"] else GEMMA4_NAMES
     if arch == "falcon" and c["num_ln_in_parallel_attn"] == 2:
         names |= FALCON_NORMS
+    with reading(path):
+        tensors = with_gguf_factors(tensors, lambda name: look_up(name, names) is not None)
     if c["model_type"] == "nemotron_h":
         tensors = renumbered(tensors, c["nemotron_places"])
     n_mtp = metadata.get(f"{arch}.nextn_predict_layers")

@@ -7,6 +7,7 @@ from pathlib import Path
 from checkpoint import (
     HF_NAMES,
     LazyTensor,
+    brief,
     generation_defaults,
     hub_tensors,
     lazy_tensors,
@@ -47,14 +48,14 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
     family = FAMILIES[c["model_type"]]
     tensors = hub_tensors(directory, weights, read_weights)
     if is_omni:                                    # without the part that speaks
-        tensors = [t.derived(t.read_rows, name=t.name.removeprefix("thinker."))
+        tensors = [t.renamed(t.name.removeprefix("thinker."))
                    for t in tensors if t.name.startswith("thinker.")]
     if "text_config" in config and not any(t.name.endswith("lm_head.weight") for t in tensors):
         levels = config, config["text_config"] or {}
         stated = [part["tie_word_embeddings"] for part in levels if "tie_word_embeddings" in part]
         cfg = replace(cfg, tied=cfg.tied or not stated or any(stated))
     quantization = (config.get("quantization_config") or config.get("compression_config")
-                    or c.get("quantization_config"))
+                    or c.get("quantization_config") or modelopt_config(directory))
     whose = not quantization and foreign_quantization([t.name for t in tensors])
     if whose:
         raise ValueError(f"{directory / weights}: {whose}: {ALTERNATIVES_HINT}")
@@ -85,6 +86,17 @@ def read_hf(directory: Path, weights: str) -> RawCheckpoint:
         raw.mtp = replace(raw, cfg=mtp_head_config(cfg, has_experts(head), slides),
                           tensors=head, names=names | MTP_HEAD_NAMES, kind=MTPHead)
     return raw
+
+
+def modelopt_config(directory: Path) -> dict | None:
+    """ModelOpt's own file, which its older versions write instead of a quantization_config."""
+    path = directory / "hf_quant_config.json"
+    if not path.exists():
+        return None
+    stated = read_json(path).get("quantization")
+    if not isinstance(stated, dict):
+        raise ValueError(f"{path}: 'quantization' is {brief(stated)}, expected an object")
+    return {"quant_method": "modelopt", **stated} if stated.get("quant_algo") else None
 
 
 def is_mlx(config: dict) -> bool:

@@ -330,7 +330,7 @@ QUANTIZATION = Table(
     "config.json: quantization_config",
     acted_on="quant_method quant_algo version format backend bits w_bit group_size q_group_size "
              "checkpoint_format is_marlin_format meta config_groups sparsity_config "
-             "transform_config weight_block_size",
+             "transform_config weight_block_size quantized_layers",
     refused={"load_in_8bit": (), "load_in_4bit": ()},
     without_effect={
         "read from the tensors":

@@ -12,17 +12,31 @@ import torch
 from torch import Tensor
 
 from checkpoint import LazyTensor, across_matrices, as_rows
+from quantize import Scheme
 
 
 class Packed(NamedTuple):
     """How a file stores a quantized matrix, whose rows are read dequantized.
 
-    kind: the format's name for it, "Q4_1". int4: its codes, scales and zeros, if it is equivalent
-    to quantize.py's int4 with groups of 32; else ().
+    kind: the format's name for it, "Q4_1". scheme: the scheme that has the same values, if there is
+    one; leaves: its leaves, with one row for each of the matrix's (a leaf of one value per row has
+    a last axis of 1).
     """
 
     kind: str
-    int4: tuple["LazyTensor", ...] = ()
+    scheme: Scheme | None = None
+    leaves: tuple["LazyTensor", ...] = ()
+
+    def rows(self, select: Callable) -> "Packed":
+        """Of the rows that select(tensor) selects, of the matrix and of its leaves."""
+        return self._replace(leaves=tuple(map(select, self.leaves)))
+
+    def stacked(self, stack: Callable, others: list["Packed | None"]) -> "Packed":
+        """Of the matrices stacked as stack(tensors) does, the first one's scheme being self's."""
+        if any(other is None or other.scheme != self.scheme for other in others):
+            return Packed(self.kind)
+        return self._replace(leaves=tuple(stack(list(parts))
+                                          for parts in zip(*(other.leaves for other in others))))
 
 
 class CachedTensor(LazyTensor):
@@ -79,8 +93,7 @@ def index_select(t: LazyTensor, index: Tensor) -> LazyTensor:
         row = row // n * size + index[row % n]
         low = int(row.min())                       # rows are mostly adjacent: one read, then gather
         return t.read_rows(low, int(row.max()) + 1)[row - low]
-    packed = t.packed and Packed(t.packed.kind, tuple(index_select(part, index)
-                                                      for part in t.packed.int4))
+    packed = t.packed and t.packed.rows(lambda part: index_select(part, index))
     return t.derived(read_rows, shape=shape, packed=packed)
 
 

@@ -5,8 +5,10 @@ and the configs and names of older versions.
 import dataclasses
 from pathlib import Path
 
+import torch
+
 import checkpoint
-from checkpoint import brief, lazy_tensors
+from checkpoint import LazyTensor, brief, lazy_tensors, tensor_shapes
 from gpt_faster.formats.flat_config import FlatConfig, LayerEnd, Scores
 from gpt_faster.formats.mtp import MTP_HEAD_NAMES, split_mtp_head
 from gpt_faster.formats.names import OUR_NAMES
@@ -17,6 +19,7 @@ from gpt_faster.layers.block import BlockVariant, Widths
 from gpt_faster.layers.delta import GatedDelta
 from gpt_faster.layers.embedding import EmbedNorm, EmbedScale, LearnedPositions
 from gpt_faster.layers.feed_forward import FeedForwardVariant
+from gpt_faster.layers.fp4 import scheme_of_width
 from gpt_faster.layers.latent import Latent
 from gpt_faster.layers.mamba import AttentionAndMamba, Mamba2
 from gpt_faster.layers.mamba1 import Mamba1
@@ -40,12 +43,25 @@ def read_ours(path: Path, content: dict) -> RawCheckpoint:
     """content: from torch_file.read_torch()."""
     raw = RawCheckpoint(**vars(checkpoint.read_pth(path, content, config_from_dict)))
     raw.names = OUR_NAMES
-    raw.tensors, head = split_mtp_head(lazy_tensors(content["model"], path), None)
+    tensors = lazy_tensors(content["model"], path)
+    name_fp4(tensors, raw.cfg)
+    raw.tensors, head = split_mtp_head(tensors, None)
     if content.get("mtp"):
         cfg = MTPConfig(**vars(config_from_dict(content["mtp"])))
         raw.mtp = dataclasses.replace(raw, cfg=cfg, tensors=head, names=OUR_NAMES | MTP_HEAD_NAMES,
                                       kind=MTPHead)
     return raw
+
+
+def name_fp4(tensors: list[LazyTensor], cfg: ModelConfig) -> None:
+    """Give the weights in fp4 their scheme: bytes with scales and no zeros, whose number fits."""
+    names = {t.name for t in tensors}
+    in_bytes = [t for t in tensors if t.name.endswith(".weight") and t.dtype == torch.uint8
+                and t.name.replace(".weight", ".zeros") not in names]
+    shapes = tensor_shapes(cfg) if in_bytes else {}
+    for t in in_bytes:
+        shape = shapes.get(t.name) or (cfg.dim,)   # the head of a tied model
+        t.scheme = scheme_of_width(t.shape[-1], shape[-1]) if t.shape else None
 
 
 def config_from_dict(d: dict) -> ModelConfig:

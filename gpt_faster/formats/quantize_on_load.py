@@ -1,5 +1,5 @@
-"""Quantize a checkpoint lazily: quantize.py's rounding, int4 that is already in the file, GPTQ,
-mixed precision and random weights.
+"""Quantize a checkpoint lazily: quantize.py's rounding, int4 and fp4 that are already in the file,
+GPTQ, mixed precision and random weights.
 
 GPTQ solves layers in order: the tensors are sorted by layer, and must be read in that order.
 """
@@ -12,7 +12,9 @@ import torch
 
 import quantize
 from checkpoint import Checkpoint, LazyTensor
-from quantize import LINEARS, Scheme, describe, scheme_named
+from gpt_faster.formats.fp4 import fp4_leaves, fp4_linears
+from gpt_faster.layers.fp4 import Fp4
+from quantize import LINEARS, Int4, Scheme, describe, scheme_named
 
 
 def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "int8",
@@ -22,8 +24,8 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
 
     solver(name) -> quantized tensors, instead of rounding to nearest (GPTQ). others: linears with
     another scheme. Int4 in the file is kept: a GGUF's if its group size is the requested one, AWQ,
-    GPTQ and compressed-tensors with any group size. ValueError: already quantized in another way,
-    or the group size does not divide the inputs.
+    GPTQ and compressed-tensors with any group size; so is fp4, unless int8 is requested.
+    ValueError: already quantized in another way, or the group size does not divide the inputs.
     """
     schemes = quantize.schemes_for(source, mode, groupsize, head)
     schemes |= {name: scheme for name, scheme in (others or {}).items() if name in schemes}
@@ -31,7 +33,11 @@ def quantized(source: Checkpoint, mode: str, groupsize: int = 32, head: str = "i
     if not keeps_int4:
         quantize.refuse_quantized(source)
 
+    in_fp4 = {} if solver else fp4_linears(source)
+
     def leaves(t, scheme):
+        if t.name in in_fp4 and keeps_codes(t, scheme):
+            return fp4_leaves(t)
         return quantize_tensor(t, scheme, device, solver if LINEARS.search(t.name) else None)
     tensors = quantize.with_leaves(source, schemes, leaves)
     quantization = dict(mode=mode, head=head, gptq=solver is not None)
@@ -45,17 +51,39 @@ def quantize_tensor(t: LazyTensor, scheme: Scheme, device="cpu",
     x = t.name.removesuffix(".weight")
     layout = scheme.leaves(t.shape)
     if t.read_rows is None:                        # random weights: random codes and scales
-        return [LazyTensor(f"{x}.{part}", *kind, None, fill=_filler(scheme, part))
+        own = scheme if isinstance(scheme, Fp4) else None
+        return [LazyTensor(f"{x}.{part}", *kind, None, fill=_filler(scheme, part), scheme=own)
                 for part, kind in layout.items()]
     if solver:
         return quantize.lazy_leaves(t, scheme, _SolvedRows(t, solver).read)
     if has_int4_codes(t, scheme):
-        return [replace(part, name=f"{x}.{n}") for n, part in zip(layout, t.packed.int4)]
+        return [replace(part, name=f"{x}.{n}") for n, part in zip(layout, t.packed.leaves)]
     return quantize.rounded_leaves(t, scheme, device)
 
 
 def has_int4_codes(t: LazyTensor, scheme: Scheme) -> bool:
-    return bool(t.packed and t.packed.int4) and scheme.name == "int4-g32"
+    return bool(t.packed) and t.packed.scheme == scheme
+
+
+def keeps_codes(t: LazyTensor, scheme: Scheme) -> bool:
+    """Does the file have codes that stand in for the requested scheme's, as they are?"""
+    return has_int4_codes(t, scheme) or isinstance(scheme, Int4) and bool(t.packed) and isinstance(
+        t.packed.scheme, Fp4)
+
+
+def with_fp4(source: Checkpoint) -> Checkpoint:
+    """The checkpoint whose fp4 linears keep the codes of the file; all others as they are."""
+    schemes = fp4_linears(source)
+    mtp = source.mtp and (lambda: with_fp4(source.mtp()))
+    if not schemes:
+        return replace(source, mtp=mtp) if mtp else source
+    tensors = {}
+    for name, t in source.tensors.items():
+        if name in schemes:
+            tensors.update((leaf.name, leaf) for leaf in fp4_leaves(t.renamed(name)))
+        else:
+            tensors[name] = t
+    return replace(source, tensors=tensors, mtp=mtp)
 
 
 def _filler(scheme: Scheme, part: str) -> Callable:
@@ -64,7 +92,13 @@ def _filler(scheme: Scheme, part: str) -> Callable:
 
 def fill(scheme: Scheme, part: str, t: torch.Tensor) -> None:
     """Random codes and scales, as of weights with a standard deviation of 0.02."""
-    if part != "weight":
+    if isinstance(scheme, Fp4):
+        if part == "scales":
+            t.fill_(0.02 / 2.93)                   # standard deviation of e2m1's values
+            return
+        t.random_(0, 256)
+        scheme.split(t)[1].fill_(56 if scheme.groupsize == 16 else 127)    # 1.0 in e4m3, e8m0
+    elif part != "weight":
         deviation = 73 if scheme.groupsize is None else 4.6        # standard deviation of the codes
         t.fill_((0.01 if part == "zeros" else 0.02) / deviation)   # codes' mean is -0.5
     elif scheme.groupsize is None:
@@ -93,24 +127,30 @@ class _SolvedRows:
 
 def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
          others: dict[str, Scheme] | None = None) -> str:
-    """A one-line note for users who quantize a quantized file to int4; else "".
+    """A one-line note for users who quantize a quantized file; else "".
 
     solved: GPTQ was used, no codes are kept. others: as for quantized().
     """
     if mode == "int8":                             # int8 loses next to nothing
-        return ""
+        in_fp4 = fp4_linears(source)
+        return (f"note: {len(in_fp4)} linears in {next(iter(in_fp4.values())).name} are quantized "
+                "again, to int8, which takes more memory; without --quantize they stay as they are"
+                if in_fp4 else "")
     linears = {name: t for name, t in source.tensors.items() if LINEARS.search(name)}
     scheme, others = scheme_named(mode, groupsize), others or {}
     requantized, n_kept = {}, 0
+    in_fp4 = fp4_linears(source)
     for name, t in linears.items():
-        is_kept = not solved and name not in others and has_int4_codes(t, scheme)
+        is_kept = not solved and name not in others and (
+            name in in_fp4 or has_int4_codes(t, scheme))
         if is_kept or name.replace(".weight", ".scales") in source.tensors:
             n_kept += 1
         elif t.packed and name not in others:
             requantized[t.packed.kind] = True
     if not n_kept and not requantized:
         return ""
-    kept = f"{n_kept} of {len(linears)} linears keep the int4 weights of the file"
+    codes = "fp4" if in_fp4 else "int4"
+    kept = f"{n_kept} of {len(linears)} linears keep the {codes} weights of the file"
     if not requantized:
         return f"note: {kept}"
     loss = (f"{', '.join(requantized)} weights are quantized again, to {scheme.name}, which loses "
@@ -120,9 +160,10 @@ def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
 
 def quantize_as_requested(source: Checkpoint, mode: str | None, groupsize: int, head: str,
                           device) -> Checkpoint:
-    """Apply --quantize, --groupsize and --quantize_head, with a note. mode None: unchanged."""
+    """Apply --quantize, --groupsize and --quantize_head, with a note. mode None: fp4 of the file
+    stays fp4, the rest is unchanged."""
     if mode is None:
-        return source
+        return with_fp4(source)
     new = quantized(source, mode, groupsize, head, device)
     if text := note(source, mode, groupsize):
         print(text, file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ from gpt_faster.kernels.modifications import find_modified, user_hook, user_over
 from gpt_faster.kernels.moe import packed_rows
 from gpt_faster.kernels.plain import PLAIN, Kernel
 from gpt_faster.kernels.torch_internals import is_compiling
+from gpt_faster.layers.fp4 import Fp4
 from model import ExpertLinear, grouped_mm
 from quantize import (
     Int4,
@@ -38,7 +39,8 @@ QUANTIZED_MODULES = (QuantizedLinear, QuantizedExperts, QuantizedEmbedding)
 # the methods that packed modules implement
 IMPLEMENTED = {QuantizedLinear: ("forward", "leaves"), QuantizedExperts: ("forward", "leaves"),
               QuantizedEmbedding: ("forward",), Int8: ("product", "dequantize"),
-              Int4: ("product", "dequantize"), nn.Linear: ("forward",), nn.Embedding: ("forward",),
+              Int4: ("product", "dequantize"), Fp4: ("product", "dequantize"),
+              nn.Linear: ("forward",), nn.Embedding: ("forward",),
               ExpertLinear: ("forward", "each_row")}
 
 
@@ -212,7 +214,7 @@ def methods_implemented_by(module: nn.Module) -> tuple[tuple[type, str], ...]:
 
 def implemented_methods(modules: Iterable[type] = QUANTIZED_MODULES) -> list[Callable]:
     """The current methods of these modules, of the embedding and of the schemes."""
-    kinds = [*modules, QuantizedEmbedding, Int8, Int4]
+    kinds = [*modules, QuantizedEmbedding, Int8, Int4, Fp4]
     return [getattr(kind, name) for kind in kinds for name in IMPLEMENTED[kind]]
 
 

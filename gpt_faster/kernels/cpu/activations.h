@@ -6,7 +6,8 @@
 //   int4 weights    the same, or bf16 activations where the CPU has bf16 dot products
 //   bf16 weights    bf16 dot products where the CPU has them, for one row too; else x and weights
 //                   are quantized to int14, with a scale per GROUP
-// With AMX, large batches use bf16 activations for all three.
+//   fp4 weights     as bf16 weights, which hold them exactly; int14 for few rows
+// With AMX, large batches use bf16 activations for all four.
 
 #pragma once
 
@@ -22,7 +23,8 @@ static bool uses_amx(const Linear& op) {       // thresholds as measured
 
 static ActivationFormat activation_format(const Linear& op) {     // thresholds as measured
   if (uses_amx(op)) return X_BF16;
-  bool can_use_bf16 = op.format == BF16 || (op.format == INT4 && op.M > 32);
+  bool can_use_bf16 =
+      op.format == BF16 || ((op.format == INT4 || op.format == FP4) && op.M > 32);
   bool can_use_int8 = op.format == INT4 ? HAS_INT4_DOT && op.M > (LANES > 8 ? MR : 4)
                                         : HAS_INT8_DOT && op.format == INT8 && op.M > 16;
   if (can_use_int8 && op.x_bits <= 8) return X_INT8;
@@ -32,7 +34,8 @@ static ActivationFormat activation_format(const Linear& op) {     // thresholds 
 }
 
 static int max_code(const Linear& op) {        // of quantized activations
-  return activation_format(op) == X_INT8 ? 127 : op.format == BF16 ? MAX_INT14 : 32767;
+  if (activation_format(op) == X_INT8) return 127;
+  return op.format == BF16 || op.format == FP4 ? MAX_INT14 : 32767;
 }
 
 // Are whole weight panels multiplied, as stored or unpacked? Else panels are dequantized to fp32,
@@ -82,7 +85,7 @@ struct Activations {                           // M rows of K inputs in one Acti
   }
 
   // Quantizes row m from fp32 [K] to int8 (max_code 127) or int16. for_int4: in the order in which
-  // int4 weights are unpacked
+  // int4 and fp4 weights are unpacked
   void quantize(int m, const float* row, int max_code, bool for_int4) const {
     vi index = INT4_UNPACK_ORDERS[max_code == 127];
     for (int g = 0; g < K / GROUP; g++) {

@@ -4,10 +4,28 @@
 
 #include "activations.h"
 
-// Inputs [begin, begin + n) of panel i -> fp32 [n, NR]; int8 without its scale
+// n inputs of fp4 -> fp32 [n, NR] without the scale of the row; codes [n / 8, NR] words
+static void dequantize_fp4(const int32_t* codes, const uint8_t* scales, int group_size, int n,
+                           float* to) {
+  for (int k = 0; k < n; k += 8)
+    for (int v = 0; v < NR; v += LANES) {
+      vf half_scale = 0.5f * fp4_scale(scales + k / group_size * NR + v, group_size);
+      vu words = load<vu>(codes + k / 8 * NR + v);
+      for (int odd = 0; odd < 2; odd++) {
+        vi bytes = twice_e2m1((vi)(words >> (4 * odd)) & 0x0f0f0f0f);
+        for (int i = 0; i < 4; i++)            // byte i: input 2 i + odd
+          store(to + (k + 2 * i + odd) * NR + v, to_float(bytes << (24 - 8 * i) >> 24) * half_scale);
+      }
+    }
+}
+
+// Inputs [begin, begin + n) of panel i -> fp32 [n, NR]; int8 and fp4 without the scale of the row
 static void dequantize_block(const Linear& op, int i, int K, int begin, int n, float* to) {
   const char* w = weight_panel(op, i, K);
   if (op.format == FP32) memcpy(to, (const float*)w + (long)begin * NR, 4 * (size_t)n * NR);
+  if (op.format == FP4)
+    dequantize_fp4((const int32_t*)w + begin / 8 * NR,
+                   fp4_scales(w, K) + begin / op.group_size * NR, op.group_size, n, to);
   for (int v = 0; v < 2; v++) {
     float* column = to + v * LANES;
     if (op.format == BF16)
@@ -75,6 +93,10 @@ struct UnpackedPanel {
     if (activation_format(op) == X_BF16)
       return dequantize_to_bf16(op, i, K, scratch, (int32_t*)codes);
     if (op.format == BF16) return quantize_bf16((const int32_t*)weight_panel(op, i, K), K);
+    if (op.format == FP4) {
+      dequantize_to_bf16(op, i, K, scratch, (int32_t*)codes);     // exact
+      return quantize_bf16((const int32_t*)codes, K);             // in place
+    }
     if (op.format == INT8 && activation_format(op) == X_INT16)
       return int8_to_int16((const int8_t*)weight_panel(op, i, K), K);
     if (op.format == INT8) return int8_to_uint8((const uint16_t*)weight_panel(op, i, K), K);

@@ -4,7 +4,7 @@
 
 #include "simd.h"
 
-enum Dtype { FP32, BF16, INT8, INT4, FP8 };
+enum Dtype { FP32, BF16, INT8, INT4, FP8, FP4 };
 
 static inline void copy_floats(const float* from, int n, float* to) {     // n is small
   int i = 0;

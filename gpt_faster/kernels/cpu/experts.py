@@ -21,6 +21,7 @@ from gpt_faster.kernels.cpu.linears import (
     OperationsLinear,
     can_pack,
     disk_layout,
+    fp4_group,
     is_packed,
     is_quantized_or_packed,
     shape_of,
@@ -85,7 +86,7 @@ def pack_experts(matrices: list[nn.Module], bias: Tensor | None) -> PackedExpert
     tensors = [None if parts[0] is None else pad_to_blocks(torch.stack(parts, 1))
               for parts in zip(*map(disk_layout, matrices))]
     n_expert, n_out, n_in = shape_of(matrices[0])
-    _, weight, scales, _ = native.pack_weight(*tensors)
+    _, weight, scales, _ = native.pack_weight(*tensors, fp4_group(matrices[0]))
     new = PackedExperts(torch.Size((n_expert, len(matrices) * n_out, n_in)), bias, NATIVE_KERNEL)
     new.set_tensors((weight, scales, None))
     new.implements = methods_implemented_by(matrices[0])

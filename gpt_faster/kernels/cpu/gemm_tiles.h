@@ -198,6 +198,54 @@ template <int M>
     for (int v = 0; v < 2; v++) store(y + m * NR + v * LANES, total[m][v]);
 }
 
+// int14 activations times packed fp4 weights, without the scale of the row. Activations are those
+// of a group or of two (G = GROUP or GROUP / 2).
+template <int M, int G>
+[[gnu::noinline]] static void a16fp4_kernel(const int32_t* w, const uint8_t* scales,
+                                            const Activations& x, float* y) {
+  int n_group = x.K / GROUP;
+  vf sum[M][2] = {};
+  for (int g = 0; g < x.K / G; g++) {
+    vi acc[M][2] = {};
+#pragma GCC unroll 1
+    for (int j = g * G / 8; j < (g + 1) * G / 8; j++) {
+      const int32_t* words = w + (long)j * NR;
+      prefetch(words, 4 * NR);
+      auto multiply_pairs = [&](int odd) {     // byte i: input 2 i + odd
+        vi bytes[2];
+        for (int v = 0; v < 2; v++)
+          bytes[v] = twice_e2m1((vi)(load<vu>(words + v * LANES) >> (4 * odd)) & 0x0f0f0f0f);
+        // In the high bytes of int16, 256 times as large: bytes 0 and 2, then 1 and 3
+        for (int high = 0; high < 2; high++) {
+          vi16 codes[2];
+          for (int v = 0; v < 2; v++)
+            codes[v] = high ? (vi16)(bytes[v] & (int32_t)0xff00ff00) : (vi16)bytes[v] << 8;
+          for (int m = 0; m < M; m++) {
+            int32_t pair = x.int16_pair(m, 4 * j + 2 * high + odd);
+            for (int v = 0; v < 2; v++) acc[m][v] = dot2(acc[m][v], codes[v], pair);
+          }
+        }
+      };
+      if constexpr (M < 2) {
+        for (int odd = 0; odd < 2; odd++) multiply_pairs(odd);
+      } else {                                 // unrolled, GCC spills the products
+#pragma GCC unroll 1
+        for (int odd = 0; odd < 2; odd++) multiply_pairs(odd);
+      }
+    }
+    prefetch(scales + g * NR, NR);
+    vf scale[2];
+    for (int v = 0; v < 2; v++) scale[v] = fp4_scale_bits(scales + g * NR + v * LANES, G);
+    for (int m = 0; m < M; m++) {
+      float x_scale = x.scale[m * n_group + g * G / GROUP] * (G < GROUP ? 0x1p80f : 1.0f);
+      for (int v = 0; v < 2; v++) sum[m][v] += to_float(acc[m][v]) * (scale[v] * x_scale);
+    }
+  }
+  for (int m = 0; m < M; m++)                  // the values were 512 times as large
+    for (int v = 0; v < 2; v++)
+      store(y + m * NR + v * LANES, sum[m][v] * (G < GROUP ? 0x1p31f : 0x1p-9f));
+}
+
 // int8 activations times uint8 codes [K / 4, NR, 4]: int4 codes if `scales` is given, else int8
 // codes + 128, whose accumulators start at -128 times the sum of x.
 template <int M>

@@ -1,4 +1,4 @@
-// Linears with fp32, bf16, int8 or int4 weights, for one row or many, and MoE expert linears.
+// Linears with fp32, bf16, int8, int4 or fp4 weights, for one row or many, and MoE expert linears.
 
 #pragma once
 
@@ -8,11 +8,11 @@
 #include "threads.h"
 
 // y [M, NR]: the outputs of panel i
-static void apply_int8_scales(int M, const Linear& op, int i, float* y) {
+static void apply_row_scales(int M, const Linear& op, int i, float* y) {
   for (int m = 0; m < M; m++)
     for (int v = 0; v < 2; v++) {
       float* sum = y + m * NR + v * LANES;
-      store(sum, load<vf>(sum) * int8_scale(op, i, v));
+      store(sum, load<vf>(sum) * row_scale(op, i, v));
     }
 }
 
@@ -34,8 +34,13 @@ static void panel_kernel(const Linear& op, int i, const Activations& x, float* y
       a16_kernel<M>(unpacked->codes, nullptr, x, y);
     else if (unpacked) a8_kernel<M>((const int32_t*)unpacked->codes, nullptr, x, y);
     else a16_kernel<M>((const int8_t*)w, nullptr, x, y);
-    apply_int8_scales(M, op, i, y);
   }
+  if (op.format == FP4 && unpacked) a16_kernel<M>(unpacked->codes, unpacked->scales, x, y);
+  else if (op.format == FP4 && op.group_size < GROUP)
+    a16fp4_kernel<M, GROUP / 2>((const int32_t*)w, fp4_scales(w, x.K), x, y);
+  else if (op.format == FP4)
+    a16fp4_kernel<M, GROUP>((const int32_t*)w, fp4_scales(w, x.K), x, y);
+  if (has_row_scales(op)) apply_row_scales(M, op, i, y);
 }
 
 // Dispatches to panel_kernel<m>, 1 <= m <= M
@@ -58,7 +63,7 @@ static void multiply_tile(int M, const Linear& op, int i, const Activations& x, 
     const void* pairs = unpacked ? (const void*)unpacked->codes : weight_panel(op, i, x.K);
     gemm_panel(M, (const int32_t*)pairs, NR, x.K / 2, (const int32_t*)x.q, x.ldq() / 2, y, NR,
                false);
-    if (op.format == INT8) apply_int8_scales(M, op, i, y);
+    if (has_row_scales(op)) apply_row_scales(M, op, i, y);
     return;
   }
   int n_group = x.K / GROUP;
@@ -70,7 +75,9 @@ static void multiply_tile(int M, const Linear& op, int i, const Activations& x, 
 // Is a panel unpacked before its tiles are multiplied? Thresholds as measured.
 static bool needs_unpacking(const Linear& op) {
   if (uses_amx(op)) return op.format != BF16;
-  if (op.format == INT4) return activation_format(op) == X_INT8 || op.M > (LANES > 8 ? 2 : 1) * MR;
+  int few = (LANES > 8 ? 2 : 1) * MR;
+  if (op.format == INT4) return activation_format(op) == X_INT8 || op.M > few;
+  if (op.format == FP4) return activation_format(op) == X_BF16 || op.M > few;
   if (op.format == INT8) return activation_format(op) == X_INT8 || (LANES == 8 && op.M > 128);
   return op.format == BF16 && activation_format(op) == X_INT16;
 }
@@ -110,7 +117,8 @@ struct Gemm {
     float* row = activation_format(op) == X_FP32 ? x.values + (long)m * K
                                                  : reserve(thread_scratch, K);
     read_row(op, m, K, row);
-    if (activation_format(op) >= X_INT16) x.quantize(m, row, max_code(op), op.format == INT4);
+    bool in_order_of_codes = op.format == INT4 || (op.format == FP4 && !needs_unpacking(op));
+    if (activation_format(op) >= X_INT16) x.quantize(m, row, max_code(op), in_order_of_codes);
     if (activation_format(op) == X_BF16) write_floats(row, K, x.q, BF16, (long)m * x.ldq());
   }
 
@@ -180,7 +188,7 @@ static Linear expert_linear(const Linear& op, int e, int first_row, int M) {
   size_t n_scale = (op.format == INT4 ? K / op.group_size : 1) * n_panel * NR;
   Linear one = op;
   one.M = M;
-  one.weight = (const char*)op.weight + e * n_panel * panel_bytes(op.format, K);
+  one.weight = (const char*)op.weight + e * n_panel * panel_bytes(op.format, K, op.group_size);
   if (op.scales) one.scales = (const float*)op.scales + e * n_scale;
   if (op.bias) one.bias = advance(op.bias, op.bias_type, (long)e * op.N);
   if (op.gather_rows) one.gather_rows = op.gather_rows + first_row;

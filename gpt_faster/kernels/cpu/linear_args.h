@@ -28,16 +28,19 @@ struct Linear {
 
 static inline int n_output(const Linear& op) { return op.gated ? op.N / 2 : op.N; }
 
-static inline size_t panel_bytes(int format, int K) {             // K padded to GROUP
-  size_t bytes[] = {4, 2, 1, 0};
+static inline size_t panel_bytes(int format, int K, int group_size = 0) {     // K padded to GROUP
+  size_t bytes[] = {4, 2, 1};
+  if (format == FP4) return ((size_t)K / 2 + K / group_size) * NR;
   return format == INT4 ? (size_t)K / 2 * NR : bytes[format] * K * NR;
 }
 
 static inline const char* weight_panel(const Linear& op, int i, int K) {
-  return (const char*)op.weight + i * panel_bytes(op.format, K);
+  return (const char*)op.weight + i * panel_bytes(op.format, K, op.group_size);
 }
 
-static inline vf int8_scale(const Linear& op, int i, int v) {     // fp32 [out]
+static inline bool has_row_scales(const Linear& op) { return op.format == INT8 || op.format == FP4; }
+
+static inline vf row_scale(const Linear& op, int i, int v) {      // fp32 [out]
   return load<vf>((const float*)op.scales + i * NR + v * LANES);
 }
 
@@ -45,6 +48,21 @@ static inline vf int8_scale(const Linear& op, int i, int v) {     // fp32 [out]
 // and zero, with offset = zero - 8 scale
 static inline const int32_t* int4_scales(const Linear& op, int i, int K) {
   return (const int32_t*)op.scales + (long)i * (K / op.group_size) * NR;
+}
+
+// fp4: w = e2m1(code) * scale of the group * row_scale. The panel's codes are followed by its scales
+// [in / group_size, NR] in bytes without a sign: e4m3 for groups of 16, e8m0 for groups of 32
+static inline const uint8_t* fp4_scales(const char* panel, int K) {
+  return (const uint8_t*)panel + (size_t)K / 2 * NR;
+}
+
+// The bits as a float: e8m0's value, or 2^-120 of e4m3's, whose exponent has another bias
+static inline vf fp4_scale_bits(const uint8_t* scales, int group_size) {
+  return (vf)(load_uint8(scales) << (group_size < 32 ? 20 : 23));
+}
+
+static inline vf fp4_scale(const uint8_t* scales, int group_size) {
+  return fp4_scale_bits(scales, group_size) * (group_size < 32 ? 0x1p120f : 1.0f);
 }
 
 static inline void scale_and_offset(const void* words, vf* scale, vf* offset) {

@@ -19,6 +19,7 @@ from gpt_faster.kernels.linear import (
 )
 from gpt_faster.kernels.modifications import find_modified
 from gpt_faster.kernels.plain import Kernel
+from gpt_faster.layers.fp4 import Fp4
 from gpt_faster.layers.norms import HeadLayerNorm, LayerNorm, Scale, WideNorm
 from quantize import Int4, Int8
 
@@ -29,7 +30,8 @@ def format_of(weight: Tensor, scales: Tensor | None) -> int:
     """The format constant of a weight from native.pack_weight()."""
     if weight.dtype == torch.int32:
         return native.BF16 if scales is None else native.INT4
-    return {torch.float32: native.FP32, torch.int16: native.INT8}[weight.dtype]
+    return {torch.float32: native.FP32, torch.int16: native.INT8,
+            torch.uint8: native.FP4}[weight.dtype]
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor | None, _=None) -> Tensor:
@@ -41,6 +43,9 @@ def product(x: Tensor, weight: Tensor, scales: Tensor | None, _=None) -> Tensor:
 def weight_args(weight: Tensor, scales: Tensor | None, n_in: int) -> tuple:
     kind = format_of(weight, scales)
     group = n_in // scales.shape[1] if kind == native.INT4 else 0
+    if kind == native.FP4:
+        padded = -(-n_in // 32) * 32
+        group = padded // (weight.shape[1] - padded // 2)      # codes are followed by the scales
     return kind, weight, scales, group
 
 
@@ -124,6 +129,12 @@ def disk_layout(linear: nn.Module) -> tuple:
     return weight, scales, zeros
 
 
+def fp4_group(linear: nn.Module) -> int:
+    """The group size of a linear in fp4, in the layout on disk; 0: it is not in fp4."""
+    is_fp4 = is_quantized(linear) and type(linear.scheme) is Fp4
+    return linear.scheme.groupsize if is_fp4 else 0
+
+
 def can_pack(linear: nn.Module) -> bool:
     """True if it is packed already, or native.pack_weight() can pack disk_layout(linear). Does not
     read the weights.
@@ -133,9 +144,9 @@ def can_pack(linear: nn.Module) -> bool:
     if not is_quantized_or_packed(linear):
         return linear.weight.dtype in DTYPES
     if is_quantized(linear):
-        groupsize = linear.scheme.groupsize or 32
+        groupsize = 32 if fp4_group(linear) else linear.scheme.groupsize or 32
         are_groups_aligned = linear.shape[-1] % 32 == 0 and groupsize % 32 == 0
-        return (are_groups_aligned and type(linear.scheme) in (Int8, Int4)
+        return (are_groups_aligned and type(linear.scheme) in (Int8, Int4, Fp4)
                 and not find_modified(implemented_methods({type(linear)})))
     is_packed_int4 = linear.kernel.name == "int4 cpu" and linear.zeros is None
     n_in, scales, group = linear.shape[-1], linear.scales, 32
@@ -157,7 +168,7 @@ def pack_linear(linear: nn.Module) -> OperationsLinear:
     if is_packed(linear):
         return linear
     weight, scales, zeros = disk_layout(linear)
-    _, weight, scales, _ = native.pack_weight(weight, scales, zeros)
+    _, weight, scales, _ = native.pack_weight(weight, scales, zeros, fp4_group(linear))
     new = OperationsLinear(torch.Size(shape_of(linear)), linear.bias, NATIVE_KERNEL)
     new.set_tensors((weight, scales, None))
     new.implements = methods_implemented_by(linear)

@@ -33,7 +33,7 @@ OPTIONS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp",
            "-fno-tree-reassoc")                    # reassociation spills the accumulators
 END_MARK = b"whole"                                # appended to a completely written library
 TYPES = {torch.float32: 0, torch.bfloat16: 1}      # enum Dtype of dtypes.h
-FP32, BF16, INT8, INT4, FP8 = range(5)             # of weights and caches, the same enum
+FP32, BF16, INT8, INT4, FP8, FP4 = range(6)        # of weights and caches, the same enum
 CACHE_TYPES = {**TYPES, torch.int8: INT8, torch.uint8: INT4, torch.float8_e4m3fn: FP8}
 CACHE_GROUP = 32                                   # values with one scale: GROUP of simd.h
 (LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE,
@@ -407,8 +407,14 @@ def n_lane() -> int:
     return panel_width() // 2
 
 
-def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None) -> tuple:
-    """A weight [out, in] as on disk -> (format, weight, scales, group_size) in run.cpp's layout."""
+def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None,
+                fp4_group: int = 0) -> tuple:
+    """A weight [out, in] as on disk -> (format, weight, scales, group_size) in run.cpp's layout.
+
+    fp4_group: the group size of layers/fp4.py's weights; 0: they are not in fp4.
+    """
+    if fp4_group:
+        return pack_fp4(weight, scales, fp4_group)
     formats = {torch.float32: FP32, torch.bfloat16: BF16, torch.int8: INT8, torch.uint8: INT4}
     weight_format = formats[weight.dtype]
     n_out, n_column = weight.shape                 # int4 has two inputs in a column
@@ -426,6 +432,23 @@ def pack_weight(weight: Tensor, scales: Tensor | None = None, zeros: Tensor | No
         pairs = torch.stack((scales.bfloat16(), zeros.bfloat16()), -1).view(torch.int32)[..., 0]
         scales = pack_panels(F.pad(pairs, (0, 0, 0, missing_out)))
     return weight_format, packed, scales, group_size
+
+
+def pack_fp4(weight: Tensor, scales: Tensor, group_size: int) -> tuple:
+    """Blocks [out, in/G * (G/2 + 1)] -> bytes [out/NR, in/2 + in/G, NR]: codes, then scales."""
+    blocks = weight.unflatten(1, (-1, group_size // 2 + 1))
+    missing_out = -len(weight) % panel_width()
+    missing_groups = -blocks.shape[1] % (32 // group_size)
+    blocks = F.pad(blocks, (0, 0, 0, missing_groups, 0, missing_out))
+    codes, scale_bytes = blocks[..., :-1], blocks[..., -1]
+    if group_size < 32:                            # e4m3: the sign goes to the codes
+        codes = codes ^ (scale_bytes >> 7)[..., None] * 0x88
+        scale_bytes = scale_bytes & 127
+    words = codes.flatten(1).view(torch.int32)
+    codes = pack_panels(words).view(torch.uint8).reshape(-1, 4 * words.shape[1], panel_width())
+    scale_bytes = scale_bytes.unflatten(0, (-1, panel_width())).transpose(1, 2)
+    row_scales = F.pad(scales.float(), (0, missing_out))
+    return FP4, torch.cat((codes, scale_bytes), 1), row_scales, group_size
 
 
 def pack_panels(words: Tensor) -> Tensor:

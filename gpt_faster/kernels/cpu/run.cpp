@@ -8,6 +8,7 @@
 //
 //     fp32 [out/NR, in, NR]        bf16 [out/NR, in/2, NR, 2]
 //     int8 [out/NR, in/2, NR, 2]   int4 [out/NR, in/8, NR] words, input i at bits 4i
+//     fp4 [out/NR, in/8 words and in/G bytes, NR], codes like int4's, then a scale per G inputs
 //
 // `in` is padded with zeros to a multiple of 32 (GROUP), `out` to one of NR. Sums are fp32.
 
@@ -28,7 +29,9 @@ enum OpKind {
 };
 
 extern "C" int panel_width() { return NR; }
-extern "C" int has_int8_dot(int format) { return format == INT4 ? HAS_INT4_DOT : HAS_INT8_DOT; }
+extern "C" int has_int8_dot(int format) {
+  return format == INT4 ? HAS_INT4_DOT : HAS_INT8_DOT && format != FP4;
+}
 extern "C" int has_bf16() { return HAS_BF16; }
 extern "C" int has_amx() { return amx_enabled(); }
 extern "C" const Field* fields() { return FIELDS; }

@@ -58,6 +58,7 @@ typedef int8_t vi8_half __attribute__((vector_size(2 * LANES)));  // 2 LANES ele
 typedef uint16_t vu16_half __attribute__((vector_size(2 * LANES)));
 typedef int16_t vi16_half __attribute__((vector_size(2 * LANES)));
 typedef int8_t vi8_quarter __attribute__((vector_size(LANES)));
+typedef uint8_t vu8_quarter __attribute__((vector_size(LANES)));
 
 template <class V> static inline V load(const void* p) {
   V v;
@@ -102,6 +103,17 @@ static inline vi16 load_int8(const void* p) {
   return (vi16)_mm256_cvtepi8_epi16(load<__m128i>(p));
 #else
   return __builtin_convertvector(load<vi8_half>(p), vi16);
+#endif
+}
+
+// A byte for each lane
+static inline vi load_uint8(const uint8_t* p) {
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepu8_epi32(load<__m128i>(p));
+#elif defined(__AVX2__) && !defined(WITH_512_BITS)
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  return __builtin_convertvector(load<vu8_quarter>(p), vi);
 #endif
 }
 
@@ -205,6 +217,22 @@ static inline vi16 dot4(vi16 acc, vi a, int32_t x) {
   vi low = (a & 255) * (int8_t)x + (a >> 8 & 255) * (int8_t)(x >> 8);
   vi high = (a >> 16 & 255) * (int8_t)(x >> 16) + (a >> 24 & 255) * (int8_t)(x >> 24);
   return acc + (vi16)((low & 0xffff) | high << 16);
+#endif
+}
+
+// Twice the values of the e2m1 codes in the bytes of x, each 0 to 15
+static inline vi twice_e2m1(vi x) {
+  alignas(16) static const int8_t twice[] = {0, 1, 2,  3,  4,  6,  8,  12,
+                                             0, -1, -2, -3, -4, -6, -8, -12};
+#if defined(__AVX512BW__)
+  return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(load<__m128i>(twice)), (__m512i)x);
+#elif defined(__AVX2__) && !defined(WITH_512_BITS)
+  return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load<__m128i>(twice)), (__m256i)x);
+#else
+  int8_t bytes[4 * LANES];
+  store(bytes, x);
+  for (int8_t& b : bytes) b = twice[b];
+  return load<vi>(bytes);
 #endif
 }
 
