@@ -101,8 +101,6 @@ def test_what_is_missing_is_said(fake, tmp_path):
 
 FAKE_LLAMA_CPP = """#!{python}
 import http.server, sys
-if "--version" in sys.argv:
-    sys.exit("version 1 (build 0, commit abc)")
 if "--verbosity" in sys.argv:
     sys.exit("AVX2 = 1")
 open("{arguments}", "w").write(" ".join(sys.argv[1:]))
@@ -119,21 +117,25 @@ http.server.HTTPServer(address, Ready).serve_forever()
     ("llama.cpp", None, "float16 KV cache"),
     ("llama.cpp@q8_0", "--cache-type-k q8_0 --cache-type-v q8_0 --flash-attn on", "q8_0 KV cache"),
     ("llama.cpp@q8_0/q4_0", "--cache-type-k q8_0 --cache-type-v q4_0 --flash-attn on", "q8_0 (keys) and q4_0 (values) KV cache"),
+    ("ik_llama.cpp", None, "float16 KV cache"),
+    ("ik_llama.cpp-repacked", "--run-time-repack", "float16 KV cache"),
 ])
-def test_a_cache_of_llama_cpp(fake, tmp_path, monkeypatch, name, flags, words):
+def test_options_of_llama_cpp(fake, tmp_path, monkeypatch, name, flags, words):
     """By a server that only writes down its arguments, in an environment of its own."""
     home = tmp_path / "venv"
-    monkeypatch.setattr(peers, "environment", {"llama.cpp": home}.__getitem__)
+    monkeypatch.setattr(peers, "environment", lambda peer: home)
     (home / "bin").mkdir(parents=True)
+    program = name.partition("@")[0].partition("-")[0]
+    (home / f"built-{program}").write_text("a-package==1.2\ng++\n")
     (home / "bin/python").symlink_to(sys.executable)
     (home / "pyvenv.cfg").write_text(f"home = {Path(sys.executable).resolve().parent}\n")
     server = home / "bin/llama-server"
     server.write_text(FAKE_LLAMA_CPP.format(python=sys.executable, arguments=tmp_path / "arguments"))
     server.chmod(0o755)
     peer = fake((ROOT / "gpt_faster/bench/worker.py").read_text(), name)
-    assert peer.version.startswith("llama.cpp of abc (AVX2)") and peer.version.endswith(f", {words}")
+    assert peer.version.startswith(f"{program} of a-package==1.2 (AVX2)") and peer.version.endswith(f", {words}")
     arguments = (tmp_path / "arguments").read_text()
-    assert flags in arguments if flags else "cache-type" not in arguments
+    assert flags in arguments if flags else "cache-type" not in arguments and "repack" not in arguments
     peer.close()
     with pytest.raises(ValueError, match="^peer 'llama.cpp@q9': expected one of f32"):
         peers.Peer("llama.cpp@q9", "model.gguf", **HOW)
