@@ -302,6 +302,8 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     keys = max(16, BLOCK_KEYS * 256 // max(256, wide * qkv.element_size()))    # shared memory
     if rows > 64:                                  # registers
         keys = max(16, keys // 2)
+    if rows > 16 and k_scale is not None:          # codes of the next block too
+        keys = max(16, keys // 2)
     n_split = n_splits(B, K, mask.shape[-1])
     n_warp = 8 if Q > 32 else 4
     new = max(16, triton.next_power_of_2(T))       # a tile of the matrix cores
