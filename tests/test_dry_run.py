@@ -158,6 +158,8 @@ def test_trips_are_waits_for_loads_asked_for_since_the_last_wait():
     wide = ["LDG.E.128 R4, desc[UR4][R2.64]", "FADD R9, R7, R9"]
     assert listing("\n".join(wide)).trips() == 1
     assert listing("LDG.E.128 R4, desc[UR4][R2.64]\nFADD R9, R8, R9").trips() == 0
+    product = "LDG.E R{}, desc[UR4][R2.64]\nHMMA.16816.F32.BF16 R52, R16, R78, R56"       # D, A, B, C
+    assert [listing(product.format(n)).trips() for n in (19, 59, 79, 80)] == [1, 1, 1, 0]
     shared = ["LDGSTS.E.BYPASS.128 [R17], desc[UR4][R20.64]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x0"]
     assert listing("\n".join(shared)).trips() == 1
 

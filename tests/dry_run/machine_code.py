@@ -150,5 +150,7 @@ def mentions(line: str, registers: set) -> bool:
         wide = max(1, width(line) // 4)            # of the data; addresses say .64
     data, addresses = re.sub(r"\[[^\]]*\]", "", line), " ".join(re.findall(r"\[[^\]]*\]", line))
     reach = [(int(n), wide) for n in re.findall(r"\bR(\d+)", data)]
+    if wide == 4 and "MMA" in opcode and len(reach) > 2:       # D, A, B, C: B has half of A
+        reach[2] = (reach[2][0], 2)
     reach += [(int(n), 2 if pair else 1) for n, pair in re.findall(r"\bR(\d+)(\.64)?", addresses)]
     return any(first + i in registers for first, n in reach for i in range(n))

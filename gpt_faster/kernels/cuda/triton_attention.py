@@ -78,6 +78,16 @@ def _attend(q, k, v, visible, scale, cap, row_max, row_sum, acc, precision: tl.c
 
 
 @triton.jit
+def _slots(new_slots, T: tl.constexpr, R: tl.constexpr):
+    """The tuple of new slots as a tensor [R], R >= T."""
+    n = tl.arange(0, R)
+    slots = tl.zeros([R], tl.int32)
+    for i in tl.static_range(T):
+        slots = tl.where(n == i, new_slots[i], slots)
+    return slots
+
+
+@triton.jit
 def _is_old(s, end, new_slots, T: tl.constexpr):
     """Do these slots [S] hold keys in use that were there before this step?"""
     is_old = s < end
@@ -91,7 +101,9 @@ def _repeat(x, NEW: tl.constexpr):
     """x [R, WIDE] -> [NEW, WIDE], the rows over and over."""
     R: tl.constexpr = x.shape[0]
     WIDE: tl.constexpr = x.shape[1]
-    return x[None].broadcast_to(NEW // R, R, WIDE).reshape(NEW, WIDE)
+    if R < NEW:
+        x = x[None].broadcast_to(NEW // R, R, WIDE).reshape(NEW, WIDE)
+    return x
 
 
 @triton.jit
@@ -179,9 +191,8 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_sc
     new_slots, end = (), 0
     for i in tl.static_range(T):
         new_slots += (tl.load(slot + b * slot_stride + i).to(tl.int32),)
-    new = tl.load(slot + b * slot_stride + n, is_new, 0).to(tl.int32)
-    is_tile = tl.arange(0, NEW) < T                # a tile of keys, of which T are there
-    tile = tl.load(slot + b * slot_stride + tl.arange(0, NEW), is_tile, 0).to(tl.int32)
+    new = _slots(new_slots, T, ROWS)
+    tile = _slots(new_slots, T, NEW)
 
     first_slot = (b * K + head).to(tl.int64) * n_slot
     k_cache += first_slot * (H // 2 if K_KIND == "int4" else H)
@@ -213,7 +224,8 @@ def _attention(qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_sc
         next_v = triton_cache.load(v_cache, s, is_old, H, WIDE, V_KIND)
         next_k_scale = triton_cache.load_scales(k_scale, s, is_old, H, WIDE)
         next_v_scale = triton_cache.load_scales(v_scale, s, is_old, H, WIDE)
-    new_visible = tl.load(mask + tile[:, None], is_tile[:, None] & is_q[None, :], 0)
+    is_tile = tl.arange(0, NEW)[:, None] < T
+    new_visible = tl.load(mask + tile[:, None], is_tile & is_q[None, :], 0)
     qs = _rope(q_heads, eps, H, WIDE)
     if K_TURN > 0:
         qs = triton_cache.turn(qs.to(tl.float32), K_TURN).to(kind)
@@ -290,9 +302,12 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     keys = max(16, BLOCK_KEYS * 256 // max(256, wide * qkv.element_size()))    # shared memory
     if rows > 64:                                  # registers
         keys = max(16, keys // 2)
+    if rows > 16 and k_scale is not None:          # codes of the next block too
+        keys = max(16, keys // 2)
     n_split = n_splits(B, K, mask.shape[-1])
     n_warp = 8 if Q > 32 else 4
-    n_new = triton.next_power_of_2(T)
+    new = max(16, triton.next_power_of_2(T))       # a tile of the matrix cores
+    n_row = new if k_scale is None else triton.next_power_of_2(T)          # rows to encode
     partials = torch.empty(B * K * n_split * (N // K * T) * (wide + 2), dtype=torch.float32,
                            device=qkv.device)
     y = qkv.new_empty(B, T, N * H)
@@ -305,8 +320,8 @@ def launch(qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, cos: Tenso
     _attention[(K, n_split, B)](
         qkv, q_norm, k_norm, cos, sin, mask, slot, k_cache, v_cache, k_scale, v_scale, sinks,
         arrivals, partials, y, scale, cap, eps, angle_stride, mask_stride, slot_stride,
-        mask.shape[-1], n_slot, ring, N, K, T, H, wide, Q, rows, keys, n_new, max(16, n_new),
-        n_split, at_once, *kinds, k_turn.bit_length() - 1, v_turn.bit_length() - 1,
+        mask.shape[-1], n_slot, ring, N, K, T, H, wide, Q, rows, keys, n_row, new, n_split,
+        at_once, *kinds, k_turn.bit_length() - 1, v_turn.bit_length() - 1,
         "ieee" if qkv.dtype == torch.float32 else "tf32", bool(overlap),
         num_warps=n_warp, num_stages=2, **overlap)
     return y

@@ -92,9 +92,9 @@ def encode(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def minus(x, zero: tl.constexpr):
-    """uint8 - zero -> fp32 without a conversion, of which a multiprocessor does few in a cycle."""
-    return (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
+def minus(x, zero: tl.constexpr, flip: tl.constexpr):
+    """(uint8 ^ flip) - zero -> fp32 without a conversion, of which a GPU does few in a cycle."""
+    return (x.to(tl.int32) ^ 0x4B000000 + flip).to(tl.float32, bitcast=True) - (8388608.0 + zero)
 
 
 @triton.jit
@@ -102,13 +102,13 @@ def decode(codes, scale, KIND: tl.constexpr):
     """codes [R, WIDE], int4: [R, WIDE / 2], scale fp16 [R, WIDE / GROUP] -> fp32 [R, WIDE]."""
     if KIND == "int4":
         low, high = codes & 15, codes >> 4
-        x = minus(tl.interleave(low, high), 8)
+        x = minus(tl.interleave(low, high), 8, 0)
     elif KIND == "fp8":                            # as fp16, whose exponents have one more bit
         bits = codes.to(tl.int8, bitcast=True).to(tl.int16) << 7
         x = (bits & -0x4080).to(tl.float16, bitcast=True).to(tl.float32)
         scale = scale.to(tl.float32) * 256
     else:
-        x = minus(codes.to(tl.uint8, bitcast=True) ^ 128, 128)
+        x = minus(codes.to(tl.uint8, bitcast=True), 128, 128)
     R: tl.constexpr = x.shape[0]
     WIDE: tl.constexpr = x.shape[1]
     x = x.reshape(R, WIDE // GROUP, GROUP) * scale.to(tl.float32)[:, :, None]
