@@ -164,6 +164,7 @@ def _write_out(weight, scales, y, n, n_in: tl.constexpr, group: tl.constexpr, bi
 
 # by rows of x, padded: outputs and columns of a tile, warps, stages of loads
 TILES = {16: (128, 128, 4, 4), 32: (128, 128, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 8, 4)}
+MAX_STAGES = 2 if torch.version.hip else 4         # an AMD GPU has 64 KB for a program
 MAX_SPLITS = 8
 BYTES_OF_A_LAUNCH = 6 << 20                        # that are read in the time of a launch
 
@@ -201,7 +202,7 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     _multiply[triton.cdiv(n_out, BN), n_split](
         planes, weight.view(torch.int16), scales, parts, M, n_in, n_out, group, bits, BM, BN, BK,
         groups_of_tile(group, BK), n_split, use_ptx, num_warps=32 * warps // triton_matvec.WARP,
-        num_stages=stages)
+        num_stages=min(stages, MAX_STAGES))
     if n_split == 1:
         return parts[0]
     y = x.new_empty(M, n_out)
