@@ -21,7 +21,6 @@ from gpt_faster.kernels.cuda import (
     triton_quantized,
 )
 
-
 MOST_SHARED = 64 << 10                             # bytes of a program
 
 

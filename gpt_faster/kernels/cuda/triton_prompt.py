@@ -1,11 +1,10 @@
 """Products of a prompt's rows by int8 or int4 codes on a GPU, in Triton, on tensor cores.
 
-y^T = W x^T: a program loads codes as they lie on disk, makes bfloat16 of them in registers, where
-the tensor core reads them, and reads x from shared memory. 16 bits of a row of W are four columns
-of int4 or two of int8: the first ones of all fours are one operand, the second ones the next. So x
-is reordered before, all first columns first. Long columns are split over programs, whose sums are
-added up in order by another launch. Without PTX (AMD, Triton's interpreter) and for other dtypes
-the codes are converted by quantize.py's formula. Imported on a GPU only.
+y^T = W x^T: codes, as they lie on disk, become bfloat16 in the registers that a tensor core reads;
+x is in shared memory. 16 bits of a row are four columns of int4 or two of int8: the first ones of
+all are one operand, the second ones the next, so x is reordered before. Parts of long columns are
+added up by another launch. AMD, Triton's interpreter and other dtypes take quantize.py's formula
+instead of PTX. Imported on a GPU only.
 
     y = multiply(x, weight, scales); w = write_out(weight, scales, torch.bfloat16)
 """
