@@ -49,7 +49,7 @@ def launch_each() -> None:
 def main() -> list[tuple[str, bool, str]]:
     device.install(keep_arguments=True)
     triton_matvec.WARP, triton_attention.MIN_QUERIES = 64, 16
-    triton_prompt.MAX_STAGES = 2
+    triton_prompt.STAGES = 2
     triton_quantized.has_mma = lambda device: False
     launch_each()
     hollow = driver.active
