@@ -125,13 +125,13 @@ def products(device) -> str:
                 dequantized = quantize.dequantize(weight, scale, zero, torch.float64)
                 packed = kernel.pack(weight, scale, zero)
                 used.add(kernel.name)
-                for n_row in (1, 2, 7, 64, 200):
+                for n_row in (1, 2, 7, 20, 64, 100, 200):
                     x = torch.randn(n_row, n_in, device=device).to(dtype)
                     y = kernel.product(x, *packed)
                     worst = max(worst, error_ratio(y, x, dequantized, dtype))
                 if device.type != "cpu" and (n_out, n_in) == MATRICES[device.type][-1]:
                     compiled = torch.compile(kernel.product, dynamic=False)
-                    for n_row in (1, 7):
+                    for n_row in (1, 7, 20):
                         x = torch.randn(n_row, n_in, device=device).to(dtype)
                         worst = max(worst, error_ratio(compiled(x, *packed), x, dequantized, dtype))
     return f"{', '.join(sorted(used))}: at most {worst:.2f} of the rounding allowed"

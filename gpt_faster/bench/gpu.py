@@ -250,7 +250,8 @@ def prompt_products(run: Run) -> None:
     for rows in run.sizes.prompt_rows:
         for scheme in ("int4-g32", "int8"):
             for name, shape in reversed(run.sizes.products.items()):
-                label = f"{name} {shape[0] * (2 if shape[2] else 1)}x{shape[1]} {scheme}, {rows} rows"
+                n_row = shape[0] * (2 if shape[2] else 1)
+                label = f"{name} {n_row}x{shape[1]} {scheme}, {rows} rows"
                 for by in ("fused", "written out"):
                     run.row(f"{label}, {by}", 2, one_product, run, shape, SCHEMES[scheme], rows, by)
 

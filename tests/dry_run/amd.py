@@ -14,13 +14,17 @@ from triton.runtime.driver import driver
 from dry_run import device
 from gpt_faster.kernels.cuda import (
     matvec,
+    products,
     triton_attention,
     triton_matvec,
+    triton_prompt,
     triton_quantized,
 )
 from gpt_faster.kernels.cuda.cached_attention import scales_and_turns
 from gpt_faster.layers.quantized_cache import QuantizedCache
 from model import KVCache
+
+MOST_SHARED = 64 << 10                             # bytes of a program
 
 
 def empty(*shape, dtype=torch.bfloat16):
@@ -28,12 +32,15 @@ def empty(*shape, dtype=torch.bfloat16):
 
 
 def launch_each() -> None:
-    """Products of 8, 4 and no bits, and attention, at Llama-3.1-8B's shapes."""
+    """Products of 8, 4 and no bits, a prompt's too, and attention, at Llama-3.1-8B's shapes."""
     x, norm = empty(1, 4096), empty(4096, dtype=torch.float32)
     int8 = empty(6144, 4096, dtype=torch.int8), empty(6144)
     int4 = empty(6144, 2048, dtype=torch.uint8), empty(6144, 128, 2)
     for weights in ((empty(6144, 4096), None), int8, int4):
         matvec.matvec(x, *weights, norm=norm, eps=1e-5)
+    for weights in (int8, int4):
+        for rows in (16, 32, 64, 128, 129):        # the last ones are written out
+            products.product(empty(rows, 4096), *weights)
     shape, angles = (1, 8, 4096, 128), empty(1, 64, dtype=torch.float32)
     for cache in (KVCache(shape, torch.bfloat16, "cuda"),
                   QuantizedCache(shape, torch.bfloat16, "cuda", ("int8", "int4")),
@@ -47,6 +54,7 @@ def launch_each() -> None:
 def main() -> list[tuple[str, bool, str]]:
     device.install(keep_arguments=True)
     triton_matvec.WARP, triton_attention.MIN_QUERIES = 64, 16
+    triton_prompt.STAGES = 2
     triton_quantized.has_mma = lambda device: False
     launch_each()
     hollow = driver.active
@@ -56,9 +64,10 @@ def main() -> list[tuple[str, bool, str]]:
         if not launch.arguments:
             continue
         try:
-            code = device.compile_launch(launch).asm["amdgcn"]
-            spilled = int(re.search(r"vgpr_spill_count:\s+(\d+)", code)[1])
-            ok, text = not spilled, f"{spilled} registers spilled"
+            kernel = device.compile_launch(launch)
+            spilled = int(re.search(r"vgpr_spill_count:\s+(\d+)", kernel.asm["amdgcn"])[1])
+            ok = not spilled and kernel.metadata.shared <= MOST_SHARED
+            text = f"{spilled} registers spilled, {kernel.metadata.shared} bytes shared"
         except Exception as e:
             ok, text = False, f"{type(e).__name__}: {str(e).splitlines()[0][:160]}"
         lines.append((f"{launch.name} {i}", ok, text))

@@ -156,6 +156,26 @@ def number_faults() -> list[tuple[str, dict, dict]]:
             ("the next group's scale", dict(launch=next_group), dict(bits=4, **small))]
 
 
+def unquantized_error(n_out: int, n_in: int, M: int, activation: str = "") -> float:
+    """Of normalized rows, one larger than the other, by unquantized weights beside float64."""
+    weight = torch.randn(n_out * (2 if activation else 1), n_in)
+    x = torch.randn(M, n_in) * torch.arange(1, M + 1)[:, None]
+    norm, added = torch.rand(n_in) + 0.5, None if activation else torch.randn(M, n_out)
+    y = matvec.matvec(x, weight, norm=norm, eps=1e-5, residual=added, activation=activation)
+    expected = F.linear(F.rms_norm(x.double(), (n_in,), norm.double(), 1e-5), weight.double())
+    if activation:
+        gate, up = expected.chunk(2, -1)
+        expected = matvec.GATED[activation](gate, up)
+    expected = expected if added is None else expected + added
+    return ((y - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+
+
+def judge_unquantized(**arguments) -> tuple[bool, str]:
+    torch.manual_seed(0)
+    worst = unquantized_error(**arguments)
+    return worst <= 1e-6, f"{worst:.1e}"
+
+
 def non_finite(bits: int) -> tuple[bool, str]:
     """NaN and infinity in a row of x: none of its outputs is finite, all of the other row's are."""
     leaves = (quantize.Int4(32) if bits == 4 else quantize.Int8()).quantize(torch.randn(16, 64))
@@ -173,6 +193,10 @@ def non_finite(bits: int) -> tuple[bool, str]:
 
 def main_numbers(only: str = "") -> list[tuple[str, bool, str]]:
     lines = judge_each(((f"plain: {name}", partial(judge, **how)) for name, how in cases()), only)
+    lines += judge_each(((f"unquantized, {M} rows, {n_in} columns {activation}",
+                          partial(judge_unquantized, n_out=9, n_in=n_in, M=M, activation=activation))
+                         for M, n_in, activation in ((1, 96, ""), (3, 96, ""), (5, 4352, ""),
+                                                     (8, 96, "silu"))), only)
     with emulated():
         lines += judge_each(((f"mma: {name}", partial(judge, **how)) for name, how in cases()),
                             only)
@@ -317,9 +341,8 @@ def look_at(name: str, bits: int, M: int, group: int, known: dict) -> tuple[bool
 def main_code(only: str = "") -> list[tuple[str, bool, str]]:
     device.install(keep_arguments=True)
     known, checks = {}, []
-    large = "gate, up", "down"
-    for bits, group, M, names in ((4, 32, 1, SHAPES), (8, 32, 1, SHAPES), (4, 128, 1, large[:1]),
-                                  (4, 32, 5, large), (8, 32, 5, large)):
+    for bits, group, M, names in ((4, 32, 1, SHAPES), (8, 32, 1, SHAPES), (4, 128, 1, ["gate, up"]),
+                                  (4, 32, 5, SHAPES), (8, 32, 5, SHAPES)):
         for name in names:
             label = f"int8 {name}" if bits == 8 else f"int4-g{group} {name}"
             checks.append((f"{label}, {M} rows", partial(look_at, name, bits, M, group, known)))

@@ -46,8 +46,8 @@ def _int4_weights() -> str:
         lines.append(f"""
             {shifted} lop3.b32 a, a, 0x000f000f, o, 0xea;
             fma.rn.bf16x2 a, a, i, b; fma.rn.bf16x2 ${i}, a, $5, $6;""")
-    return """{.reg .b32 a, o, i, b;
-        mov.b32 o, 0x43004300; mov.b32 i, 0x3f803f80; mov.b32 b, 0xc308c308;""" + "".join(lines) + "}"
+    constants = "mov.b32 o, 0x43004300; mov.b32 i, 0x3f803f80; mov.b32 b, 0xc308c308;"
+    return "".join(["{.reg .b32 a, o, i, b; ", constants, *lines, "}"])
 
 
 INT4_WEIGHTS = _int4_weights()

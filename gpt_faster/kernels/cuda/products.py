@@ -59,16 +59,21 @@ def product(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None = No
     M = x.shape[0]
     if is_compiling() and M <= MAX_ROWS:
         return matvec(x, weight, scales, zeros)
-    if 0 < M <= MAX_FUSED_ROWS and has_kernels(x.device) and x.dtype in FUSED_DTYPES:
-        return prompt_product(x.contiguous(), weight, interleaved(weight, scales, zeros))
-    return F.linear(x, dequantize(weight, scales, zeros, x.dtype))
+    scales = interleaved(weight, scales, zeros)
+    is_fused = 0 < M <= MAX_FUSED_ROWS and x.dtype in FUSED_DTYPES
+    if is_fused and suit_kernels(weight, scales):
+        return prompt_product(x.contiguous(), weight, scales)
+    return F.linear(x, dequantize(weight, scales, None, x.dtype))
+
+
+def suit_kernels(weight: Tensor, scales: Tensor) -> bool:
+    return weight.is_contiguous() and scales.is_contiguous() and has_kernels(weight.device)
 
 
 def dequantize(weight: Tensor, scales: Tensor, zeros: Tensor | None, dtype) -> Tensor:
     """Compiled, Inductor fuses the formula; else one kernel of ours does."""
     scales = interleaved(weight, scales, zeros)
-    is_whole = weight.is_contiguous() and scales.is_contiguous()
-    if is_compiling() or not (is_whole and has_kernels(weight.device)):
+    if is_compiling() or not suit_kernels(weight, scales):
         return dequantize_interleaved(weight, scales, dtype)
     from gpt_faster.kernels.cuda.triton_prompt import write_out
     return write_out(weight, scales, dtype)

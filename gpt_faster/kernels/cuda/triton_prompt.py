@@ -1,11 +1,10 @@
 """Products of a prompt's rows by int8 or int4 codes on a GPU, in Triton, on tensor cores.
 
-y^T = W x^T: a program loads codes as they lie on disk, makes bfloat16 of them in registers, where
-the tensor core reads them, and reads x from shared memory. 16 bits of a row of W are four columns
-of int4 or two of int8: the first ones of all fours are one operand, the second ones the next. So x
-is reordered before, all first columns first. Long columns are split over programs, whose sums are
-added up in order by another launch. Without PTX (AMD, Triton's interpreter) and for other dtypes
-the codes are converted by quantize.py's formula. Imported on a GPU only.
+y^T = W x^T: codes, as they lie on disk, become bfloat16 in the registers that a tensor core reads;
+x is in shared memory. 16 bits of a row are four columns of int4 or two of int8: the first ones of
+all are one operand, the second ones the next, so x is reordered before. Parts of long columns are
+added up by another launch. AMD, Triton's interpreter and other dtypes take quantize.py's formula
+instead of PTX. Imported on a GPU only.
 
     y = multiply(x, weight, scales); w = write_out(weight, scales, torch.bfloat16)
 """
@@ -162,24 +161,26 @@ def _write_out(weight, scales, y, n, n_in: tl.constexpr, group: tl.constexpr, bi
         tl.store(y + 2 * begin + j, both, j < 2 * (n - begin))
 
 
-# by rows of x, padded: outputs and columns of a tile, warps, stages of loads
-TILES = {16: (128, 128, 4, 4), 32: (128, 128, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 8, 4)}
+OUTPUTS = 128                                      # of a tile
+COLUMNS = {16: 128, 32: 128, 64: 64, 128: 64}      # of a tile, by its rows of x
+STAGES = 2 if torch.version.hip else 4             # of loads; an AMD GPU has 64 KB for a program
 MAX_SPLITS = 8
 BYTES_OF_A_LAUNCH = 6 << 20                        # that are read in the time of a launch
 
 
-def plan(M: int, n_out: int, n_in: int, bits: int, n_sm: int) -> tuple[int, tuple, int]:
-    """-> padded rows, their tile, parts of the columns. From machine code: docs/gpu.md."""
+def plan(M: int, n_out: int, n_in: int, bits: int, n_sm: int) -> tuple[int, int, int, int]:
+    """-> a tile's rows, columns and warps, parts of the columns. From machine code: docs/gpu.md."""
     BM = max(16, triton.next_power_of_2(M))
-    BN, BK, *_ = TILES[BM]
-    n_tile, n_chunk = triton.cdiv(n_out, BN), triton.cdiv(n_in, BK)
+    BK = COLUMNS[BM]
+    warps = 8 if BM == 128 and bits == 4 else 4    # with four int4 spills
+    n_tile, n_chunk = triton.cdiv(n_out, OUTPUTS), triton.cdiv(n_in, BK)
 
     def cost(n_split: int) -> float:
         """In bytes: of the multiprocessor with most tiles, times all, and of the parts' sums."""
         turns = triton.cdiv(n_tile * n_split, n_sm) * triton.cdiv(n_chunk, n_split)
-        product = turns * n_sm * BN * BK * max(bits / 6, BM / 64)
+        product = turns * n_sm * OUTPUTS * BK * max(bits / 6, BM / 64)
         return product + (8 * n_split * M * n_out + BYTES_OF_A_LAUNCH if n_split > 1 else 0)
-    return BM, TILES[BM], min(range(1, min(MAX_SPLITS, n_chunk) + 1), key=cost)
+    return BM, BK, warps, min(range(1, min(MAX_SPLITS, n_chunk) + 1), key=cost)
 
 
 def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
@@ -190,7 +191,7 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     M, n_in = x.shape
     n_out = weight.shape[0]
     n_sm, _ = launch_options(x.device)
-    BM, (BN, BK, warps, stages), n_split = plan(M, n_out, n_in, bits, n_sm)
+    BM, BK, warps, n_split = plan(M, n_out, n_in, bits, n_sm)
     group = n_in // scales.shape[1] if bits == 4 else n_in
     use_ptx = uses_ptx(x, scales)                  # before scales become words
     if bits == 4 and scales.dtype == torch.bfloat16:
@@ -198,10 +199,10 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     planes = x.view(M, -1, 16 // bits).mT.contiguous()         # [M, planes, in / planes]
     parts = torch.empty(n_split, M, n_out, dtype=x.dtype if n_split == 1 else torch.float32,
                         device=x.device)
-    _multiply[triton.cdiv(n_out, BN), n_split](
-        planes, weight.view(torch.int16), scales, parts, M, n_in, n_out, group, bits, BM, BN, BK,
-        groups_of_tile(group, BK), n_split, use_ptx, num_warps=32 * warps // triton_matvec.WARP,
-        num_stages=stages)
+    _multiply[triton.cdiv(n_out, OUTPUTS), n_split](
+        planes, weight.view(torch.int16), scales, parts, M, n_in, n_out, group, bits, BM, OUTPUTS,
+        BK, groups_of_tile(group, BK), n_split, use_ptx,
+        num_warps=32 * warps // triton_matvec.WARP, num_stages=STAGES)
     if n_split == 1:
         return parts[0]
     y = x.new_empty(M, n_out)

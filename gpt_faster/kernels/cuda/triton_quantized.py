@@ -486,6 +486,8 @@ def plan(n_tile: int, n_y: int, n_in: int, bits: int, n_sm: int,
         W *= 2
     C = min((4, 3, 2, 1), key=lambda c: triton.cdiv(n_chunk, W * c) * c)    # least beyond the row
     n_program = min(n_tile, max(1, triton.cdiv(max(n_warp, W) * n_sm // W, n_y)))
+    if n_tile < 1.5 * n_program:                   # most would have one: then all do
+        n_program = n_tile
     n_resident = min(max(n_warp, W) // W, triton.cdiv(n_program * n_y, n_sm))
     registers = min(255, REGISTERS // (32 * W * n_resident) // 8 * 8)
     return W, C, n_program, registers
