@@ -100,7 +100,7 @@ def check_guessing(path, n):
             batch = engines.build_speculative(model, sampler, generate.Steps(), "kv_cache", 3, other is None, other)
             if other:
                 lengths = batch.draft_length.lengths
-                costs = from_rank_0(lambda: {k: 1.5 for k in lengths})
+                costs = from_rank_0(lambda: {1: {k: 1.5 for k in lengths}})
                 batch.draft_length = DraftLengthController(lengths, costs)
             return batch
         for how in (SamplingParams(temperature=0), SamplingParams(temperature=0, repetition_penalty=1.1),

@@ -61,8 +61,9 @@ def row(acceptance: float, share: float, verify: dict[int, float], draft: float)
     best, n_best, cap = max((speed(*found[key]), *key) for key in found)
     counts = [f"{tree([acceptance], n, DEEPEST)[0]:.2f}, {tree(by_rank, n, DEEPEST)[0]:.2f}"
               for n in BUDGETS]
+    depth = found[n_best, cap][2]
     return (f"| {acceptance:g} | {by_rank[1]:.2f} | " + " | ".join(counts)
-            + f" | {n_chain} drafts, {chain:.2f} | {n_best} of depth {found[n_best, cap][2]}, {best:.2f} "
+            + f" | {n_chain} drafts, {chain:.2f} | {n_best} of depth {depth}, {best:.2f} "
               f"| {best / chain:.2f} |")
 
 

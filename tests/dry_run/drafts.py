@@ -109,14 +109,14 @@ def look_at(sm: int, name: str, drafter: str, scheme: str, k: int, acceptance: f
     n_all = random_checkpoint(name).cfg.n_layer
     n_new = round(expected_tokens(k, acceptance))
     counted = {}
-    for n in (4, 2):
+    for n in (3, 2):
         torch._dynamo.reset()
         batch, draft = batch_of(name, drafter, scheme, n, max(k, 1))
         counted[n] = seen(batch, k, n_new)
     model, found = batch.model, counted[2]
     split, total = found.n_draft
     in_verify = {n: r.n_launch - r.n_draft[1] for n, r in counted.items()}
-    per_layer = (in_verify[4] - in_verify[2]) / 2
+    per_layer = in_verify[3] - in_verify[2]
     ptrs = {t.data_ptr() for layer in model.layers for t in (*layer.parameters(), *layer.buffers())}
     of_layers, head = linear_bytes(model.layers) * n_all / 2, linear_bytes(model.head)
     times = 1 if drafter == "dflash" else k        # that the drafter's weights are read
