@@ -310,7 +310,8 @@ def kv_cache() -> str:
                 f"{text[key]:.5f}" for text in texts if text and key in text)
                 for key in ("kl", "shift"))
             table.append(f"| {what} | {row['cache'].replace(':plain', ', not turned')} "
-                         f"| {row['bytes_per_position'] / 1e3:.2f} | {' | '.join(cells)} | {kl} | {shift} |")
+                         f"| {row['bytes_per_position'] / 1e3:.2f} | {' | '.join(cells)} "
+                         f"| {kl} | {shift} |")
         rows = []
     run = runs[-1]
     return "\n".join(table) + (f"\n\n{run['machine']}, {run['capability']}, computed in float32; "
