@@ -260,16 +260,22 @@ def test_models(families, name, precision):
     assert distance(ours, plain) < 0.3 * distance(plain, exact)      # a code that is rounded otherwise changes those behind it
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_models_in_bf16(families, precision):
-    """As near to fp32's logits, with the same codes but for rounding, as eager PyTorch is."""
-    directory, tokens = families("qwen3")[0], torch.randint(3, 150, (1, 30), generator=torch.Generator().manual_seed(1))
-    exact, model = (load_model(read_checkpoint(directory), dtype, "cpu") for dtype in (torch.float32, torch.bfloat16))
-    exact = logits_of(exact, tokens, 6)
-    model.kv_cache = CacheFormat.parse(precision)
-    eager = distance(logits_of(model, tokens, 6), exact)
-    assert cpu_layers.use_operations(model)
-    assert distance(logits_of(model, tokens, 6), exact) < 1.25 * eager
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8", "int8/int4", "int4/int8"])
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_models_in_bf16(families, name, precision):
+    """Teacher-forced: no farther from float32 over such a cache than eager PyTorch is, by more than a tenth.
+
+    Keys that bfloat16 rounds otherwise get the next code where they are near a tie, which moves logits more than the rounding itself.
+    """
+    directory, draw = families(name)[0], torch.Generator().manual_seed(1)
+    texts = [torch.randint(3, 150, (1, 60), generator=draw) for _ in range(4)]
+    found = {}
+    for how, dtype in (("exact", torch.float32), ("eager", torch.bfloat16), ("ours", torch.bfloat16)):
+        model = load_model(read_checkpoint(directory), dtype, "cpu")
+        model.kv_cache = CacheFormat.parse(precision)
+        assert how != "ours" or cpu_layers.use_operations(model)
+        found[how] = torch.cat([logits_of(model, text, 36) for text in texts]).float()
+    assert distance(found["ours"], found["exact"]) < 1.1 * distance(found["eager"], found["exact"])
 
 
 @pytest.mark.parametrize("name", [name for name in tiny.FAMILIES if name.startswith(("deepseek_v3", "glm4_moe_lite"))])

@@ -11,7 +11,7 @@ constexpr int values_per_word(int type) {
   return type == FP32 ? 1 : type == BF16 ? 2 : type == INT4 ? 8 : 4;
 }
 
-// Value e of each word of a cache of this type; FP8: / FP8_UNIT, INT4: + 8
+// Value e of each word of a cache of this type; FP8: / FP8_UNIT^2, INT4: + 8
 template <int TYPE> static inline vf value_of_word(vi word, int e) {
   if (TYPE == FP32) return (vf)word;
   if (TYPE == BF16) return e == 0 ? low_bf16(word) : high_bf16(word);
