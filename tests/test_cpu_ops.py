@@ -803,6 +803,7 @@ def test_recurrence(threads, kind):
             case.call([2, 0, 3], 0, T, padding=min(T - 1, seed % 4))
             n = T - min(T - 1, seed % 4)                                     # of the last row, which goes on alone
             case.call([3], n, 1)
+            case.call([3], max(0, n - 4), 1)                                 # as far back as it may go
             at = T
             for kept in range(5):                                            # of 4 drafts
                 case.call([2, 0], at, 5)

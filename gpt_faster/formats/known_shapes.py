@@ -248,5 +248,5 @@ def fill_norm(t: Tensor) -> None:
 
 
 def fill_decay(t: Tensor) -> None:
-    """DeltaNet's decay rate: the state decays by half in ten tokens or so."""
+    """The decay rate of DeltaNet or Mamba: the state decays by half in ten tokens or so."""
     t.fill_(-0.1)

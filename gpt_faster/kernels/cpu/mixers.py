@@ -13,7 +13,12 @@ from torch import Tensor, nn
 
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import supports_head_matrices
-from gpt_faster.kernels.cpu.linears import norm_struct, supports_linear, supports_norm
+from gpt_faster.kernels.cpu.linears import (
+    is_fp32_on_cpu,
+    norm_struct,
+    supports_linear,
+    supports_norm,
+)
 from gpt_faster.layers.attention import VariantAttention
 from gpt_faster.layers.block import NoBranch, post_norm_of
 from gpt_faster.layers.delta import DeltaNet
@@ -193,9 +198,9 @@ class MambaMixer:
     def __init__(self, layer: nn.Module, where: str = "attn"):
         """where: the Mamba module's name in the layer."""
         self.where, self.rope_half = where, None
+        self.linears = [f"{where}.{name}".removeprefix("attn.")
+                        for name in ("qkv", "gate", "decay", "wo")]
         mamba = layer.get_submodule(where)
-        prefix = where.removeprefix("attn").lstrip(".")
-        self.linears = [f"{prefix}.{name}".lstrip(".") for name in ("qkv", "gate", "decay", "wo")]
         self.is_norm_sharded = "mean_square" in vars(mamba.norm)   # summed over ranks, by tp.py
         store_transposed(mamba.conv)
 
@@ -206,13 +211,15 @@ class MambaMixer:
         is_aligned = shape.head_dim % native.n_lane() == shape.state_dim % native.n_lane() == 0
         if not is_aligned or shape.n_tap > native.MAX_TAPS:
             return False
-        if type(norm) not in (GroupNorm, nn.Identity):
+        if type(norm) is not (GroupNorm if shape.norm else nn.Identity):
             return False
-        if "mean_square" in vars(norm) and shape.norm_first:
+        if "mean_square" in vars(norm) and shape.norm_first:   # the gate would follow the ranks
             return False
         linears = mamba.qkv, mamba.gate, mamba.decay, mamba.wo
         norms = layer.attn_norm, post_norm_of(layer, "attn")
-        return all(map(supports_norm, norms)) and all(map(supports_linear, linears))
+        vectors = mamba.conv_bias, mamba.decay_bias, mamba.decay_rate, mamba.skip
+        return (all(map(supports_norm, norms)) and all(map(supports_linear, linears))
+                and is_fp32_on_cpu(*vectors, getattr(norm, "weight", None)))
 
     def buffer_widths(self, dims_of) -> dict[str, int]:
         *inputs, output = self.linears
