@@ -385,7 +385,7 @@ MODELS = {                                                 # for docs/models.md:
 }
 
 
-# What people run of it in 2026, the most downloaded first (stored pages of the Hub); a type that is not here: little.
+# The best known sizes, by downloads on stored pages of the Hub in 2026 or general knowledge; a type that is not here: little used.
 RUN_MOST = {
     "llama": "Llama 3.1 8B, Llama 3.2 1B and 3B, Llama 3.3 70B, TinyLlama 1.1B", "mistral": "7B v0.3, Small 24B, Nemo 12B",
     "mixtral": "8x7B", "qwen2": "Qwen2.5 0.5B to 72B, Coder 7B and 32B", "qwen3": "0.6B, 4B, 8B, 32B", "qwen3_moe": "30B-A3B, Coder 30B-A3B, 235B-A22B",

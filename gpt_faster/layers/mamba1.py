@@ -55,10 +55,11 @@ class SelectiveScan(nn.Module):
     def __init__(self, dim: int, shape: Mamba1, eps: float):
         super().__init__()
         self.shape = shape
+        self.split = shape.n_rows()
         width, fp32 = shape.width, torch.float32
         self.v = nn.Linear(dim, width, bias=shape.bias)
         self.gate = nn.Linear(dim, width, bias=shape.bias)
-        self.select = nn.Linear(width, sum(shape.n_rows()), bias=False)
+        self.select = nn.Linear(width, sum(self.split), bias=False)
         self.step = nn.Linear(shape.step_rank, width, bias=False)
         self.wo = nn.Linear(width, dim, bias=shape.bias)
         self.taps = nn.Parameter(torch.zeros(width, shape.n_tap, dtype=fp32))
@@ -67,7 +68,7 @@ class SelectiveScan(nn.Module):
         self.decay_rate = nn.Parameter(torch.zeros(width, shape.state_dim, dtype=fp32))
         self.skip = nn.Parameter(torch.ones(width, dtype=fp32))
         self.norm_low, self.norm_k, self.norm_q = (
-            RMSNorm(n, eps) if shape.norm else nn.Identity() for n in shape.n_rows())
+            RMSNorm(n, eps) if shape.norm else nn.Identity() for n in self.split)
         self.cache = None                          # without a cache, each call starts from zeros
 
     def setup_cache(self, batch_size: int, n_slot: int, dtype: torch.dtype, device,
@@ -87,7 +88,7 @@ class SelectiveScan(nn.Module):
         mixed, state, in_order = start(self.cache, self.v(x), pos, batch_idx, self.shape.n_tap,
                                        self.state_shape())
         v = F.silu(convolve(mixed, self.taps, self.taps_bias))             # [B, T, I], fp32
-        low, k, q = self.select(v.type_as(x)).split(self.shape.n_rows(), -1)
+        low, k, q = self.select(v.type_as(x)).split(self.split, -1)
         step = self.step(self.norm_low(low)).float()                       # [B, T, I]
         step = torch.where(in_order, F.softplus(step + self.decay_bias), 0)
         inputs = self.norm_q(q).float(), self.norm_k(k).float(), v, step
