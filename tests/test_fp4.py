@@ -243,7 +243,7 @@ def test_by_operations(fp4_model, finer, family, layout, dtype):  # noqa: F811
     in_fp4 = [m for m in model.modules() if type(m) in (QuantizedLinear, QuantizedExperts)]
     assert len(in_fp4) >= 4 and all(m.scales.dtype == torch.float32 for m in in_fp4)
     tokens = torch.randint(3, 150, (1, 30), generator=torch.Generator().manual_seed(0))
-    expected = tiny.logits(reference, tokens)[:, -7:]
+    expected = tiny.logits(reference, tokens)
     plain = logits_of(model, tokens, 7)
     assert cpu_layers.use_operations(model)
     found = logits_of(model, tokens, 7)
@@ -276,7 +276,7 @@ def test_a_whole_gpt_oss(families, finer, tmp_path):  # noqa: F811
     ours = load_model(kept, torch.bfloat16, "cpu")
     assert cpu_layers.use_operations(ours)
     assert ours.layers[0].ffn.experts.gate_up.packed.dtype == torch.uint8
-    found = logits_of(ours, prompt[:1], 24)
+    found = logits_of(ours, prompt[:1], 7)
     assert (found - expected[:1]).abs().mean() < 0.05 * expected.std()
     assert note(source, "int8", 32).endswith("without --quantize they stay as they are")
     both = quantized(source, "int4", 32)
@@ -437,7 +437,7 @@ def error_of(scheme, n_out, n_in, n_row, dtype=torch.float32, sign=False):
 @pytest.mark.kernels
 @pytest.mark.parametrize("scheme", [NVFP4, MXFP4], ids=lambda scheme: scheme.name)
 def test_products(scheme):
-    for n_out, n_in in ((64, 64), (96, 128), (40, 384), (1, 256), (576, 1536), (48, 96)):
+    for n_out, n_in in ((64, 64), (96, 128), (40, 384), (1, 256), (576, 1536), (48, 96), (32, 32)):
         for n_row in (1, 2, 3, 5, 6, 7, 12, 13, 33, 70) if n_in < 200 else (1, 2, 65):
             assert error_of(scheme, n_out, n_in, n_row) < 2e-4, (n_out, n_in, n_row)
     assert error_of(scheme, 64, 128, 513) < 2e-4
