@@ -20,7 +20,13 @@ from gpt_faster.formats.awq_gptq_fp8 import dequantized
 from gpt_faster.formats.fp4 import fp4_leaves, fp4_linears, gguf_leaves, with_gguf_factors
 from gpt_faster.formats.lazy import index_select
 from gpt_faster.formats.load import load_model, n_bytes, read_checkpoint
-from gpt_faster.formats.quantize_on_load import note, quantized, with_fp4
+from gpt_faster.formats.quantize_on_load import (
+    multiplies_fp4,
+    note,
+    quantize_as_requested,
+    quantized,
+    with_fp4,
+)
 from gpt_faster.kernels.cpu import layers as cpu_layers
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.experts import FusedExperts
@@ -347,6 +353,17 @@ def test_what_int8_and_int4_make_of_it(fp4_model):
     assert note(source, "int4", 32) == f"note: {n} of {n} linears keep the fp4 weights of the file"
     assert note(source, "int8", 32).startswith(f"note: {n} linears in nvfp4 are quantized again, to int8")
     close(logits(quantized(source, "int4", 32, "none"), prompt), tiny.logits(reference, prompt))
+
+
+def test_uncompiled_on_a_cpu(fp4_model):
+    """Each product would dequantize its matrix: weights are plain, as before."""
+    directory, reference = fp4_model("qwen3", "modelopt")
+    source, prompt = read_checkpoint(directory), torch.randint(0, 160, (2, 24))
+    assert [multiplies_fp4(*of) for of in (("kv_cache", "cpu"), ("compile", "cpu"), ("kv_cache", "cuda"))] == [False, True, True]
+    plain = quantize_as_requested(source, None, 32, "int8", "cpu", keep_fp4=False)
+    assert describe(plain) == "" and describe(quantize_as_requested(source, None, 32, "int8", "cpu")) == "nvfp4, head none"
+    close(logits(plain, prompt), tiny.logits(reference, prompt))
+    assert describe(quantize_as_requested(source, "int4", 32, "int8", "cpu", keep_fp4=False)) == "int4-g32, head int8"
 
 
 def test_mixed_precision(fp4_model, capsys):
