@@ -68,8 +68,11 @@ def has_int4_codes(t: LazyTensor, scheme: Scheme) -> bool:
 
 def keeps_codes(t: LazyTensor, scheme: Scheme) -> bool:
     """Does the file have codes that stand in for the requested scheme's, as they are?"""
-    return has_int4_codes(t, scheme) or isinstance(scheme, Int4) and bool(t.packed) and isinstance(
-        t.packed.scheme, Fp4)
+    return has_int4_codes(t, scheme) or isinstance(scheme, Int4) and has_fp4_codes(t)
+
+
+def has_fp4_codes(t: LazyTensor) -> bool:
+    return bool(t.packed) and isinstance(t.packed.scheme, Fp4)
 
 
 def with_fp4(source: Checkpoint) -> Checkpoint:
@@ -166,9 +169,10 @@ def multiplies_fp4(engine: str, device) -> bool:
 
 def without_fp4(source: Checkpoint) -> Checkpoint:
     """The checkpoint whose fp4 linears are read dequantized."""
-    tensors = {name: replace(t, packed=Packed(t.packed.kind)) if keeps_codes(t, Int4()) else t
-               for name, t in source.tensors.items()}
-    return replace(source, tensors=tensors) if fp4_linears(source) else source
+    def plain(t):
+        return replace(t, packed=Packed(t.packed.kind)) if has_fp4_codes(t) else t
+    mtp = source.mtp and (lambda: without_fp4(source.mtp()))
+    return replace(source, tensors={name: plain(t) for name, t in source.tensors.items()}, mtp=mtp)
 
 
 def quantize_as_requested(source: Checkpoint, mode: str | None, groupsize: int, head: str,
