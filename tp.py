@@ -182,6 +182,9 @@ def shard_tensor(t: LazyTensor, leaf: str, axis: int, n: int, i: int) -> LazyTen
         if leaf == "bias" and i > 0:               # a bias is added once, by rank 0
             return t.derived(lambda a, b: torch.zeros_like(t.read_rows(a, b)))
         return t
+    if t.shape[axis] % n and t.scheme:
+        raise ValueError(f"{t.name}: its blocks of {t.scheme.groupsize} inputs cannot be split "
+                         f"across {n} ranks: use --quantize int8")
     if t.shape[axis] % n:
         raise ValueError(f"{t.name}: its {t.shape[axis]} quantization groups cannot be split "
                          f"across {n} ranks: use int8, or int4 with a smaller --groupsize")

@@ -60,7 +60,7 @@ def load_model(path: str | None = None, device="cpu", dtype: torch.dtype = torch
         cache_format.check(source.cfg)
     if scheme:
         source = quantize_on_load.quantized(source, scheme, head=head, device=device)
-    else:
+    elif quantize_on_load.multiplies_fp4(engine, device):
         source = quantize_on_load.with_fp4(source)
     model = load(source, dtype, device, engine)
     model.kv_cache = cache_format

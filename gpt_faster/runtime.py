@@ -78,6 +78,7 @@ class Runtime:
         check_memory([source, draft_source], dtype, device, n_cache_rows, self.length, chunk,
                      max_rejected, options.kv_cache)
 
+        waits = waits or "fp4" in quantize.describe(source)    # uncompiled it would be slow
         begins_uncompiled = not waits and engine == "compile" and native.is_building()
         runs_first = "kv_cache" if begins_uncompiled else engine
         load_one = partial(load_shard if engine == "torch_compile" else load, engine=runs_first)
@@ -113,8 +114,9 @@ class Runtime:
     def quantize_source(self, source):
         """Apply --quantize, --groupsize and --quantize_head."""
         options = self.options
-        return quantize_on_load.quantize_as_requested(source, options.quantize, options.groupsize,
-                                 options.quantize_head, self.device)
+        return quantize_on_load.quantize_as_requested(
+            source, options.quantize, options.groupsize, options.quantize_head, self.device,
+            quantize_on_load.multiplies_fp4(self.engine, self.device))
 
     # ---- Drafts ---------------------------------------------------------------------------------
 

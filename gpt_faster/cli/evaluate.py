@@ -44,7 +44,7 @@ from gpt_faster.decoding.ranks import as_rank
 from gpt_faster.decoding.samplers import build_sampler
 from gpt_faster.decoding.scheduler import Generation, RowsBatch
 from gpt_faster.devices import pick_dtype, pick_engine
-from gpt_faster.formats.quantize_on_load import quantize_as_requested
+from gpt_faster.formats.quantize_on_load import multiplies_fp4, quantize_as_requested
 from gpt_faster.kernels.cpu import native
 from gpt_faster.loading import load, open_model
 from gpt_faster.text.chat_template import render
@@ -407,7 +407,7 @@ def run(argv: list[str] | None = None) -> int:
         ids = read_text(args.perplexity, tokenizer, cfg.vocab_size, args.limit)
         prefix = window_prefix(tokenizer, length, args.no_bos)
     source = quantize_as_requested(source, args.quantize, args.groupsize, args.quantize_head,
-                                   device)
+                                   device, multiplies_fp4(engine, device))
     model = load(source, dtype, device, engine)
     model.kv_cache = args.kv_cache
     log(f"Engine: {engine}")

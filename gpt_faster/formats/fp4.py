@@ -193,8 +193,14 @@ def _leaves(name, scheme, shape, blocks, row_scales, *made_of) -> tuple[LazyTens
         if (scale_bytes | sign == 255).any():
             raise ValueError(f"{name} has NaN or infinite weights")
         return rows
+
+    def checked_row_scales(a, b):
+        rows = row_scales(a, b)
+        if not rows.isfinite().all():
+            raise ValueError(f"{name} has NaN or infinite weights")
+        return rows
     return (LazyTensor(name, (*shape[:-1], n_byte), torch.uint8, checked_blocks, made_of),
-            LazyTensor(name, (*shape[:-1], 1), torch.float32, row_scales, made_of))
+            LazyTensor(name, (*shape[:-1], 1), torch.float32, checked_row_scales, made_of))
 
 
 # ---- Which linears keep their codes -------------------------------------------------------------

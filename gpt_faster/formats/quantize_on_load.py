@@ -13,6 +13,7 @@ import torch
 import quantize
 from checkpoint import Checkpoint, LazyTensor
 from gpt_faster.formats.fp4 import fp4_leaves, fp4_linears
+from gpt_faster.formats.lazy import Packed
 from gpt_faster.layers.fp4 import Fp4
 from quantize import LINEARS, Int4, Scheme, describe, scheme_named
 
@@ -67,8 +68,11 @@ def has_int4_codes(t: LazyTensor, scheme: Scheme) -> bool:
 
 def keeps_codes(t: LazyTensor, scheme: Scheme) -> bool:
     """Does the file have codes that stand in for the requested scheme's, as they are?"""
-    return has_int4_codes(t, scheme) or isinstance(scheme, Int4) and bool(t.packed) and isinstance(
-        t.packed.scheme, Fp4)
+    return has_int4_codes(t, scheme) or isinstance(scheme, Int4) and has_fp4_codes(t)
+
+
+def has_fp4_codes(t: LazyTensor) -> bool:
+    return bool(t.packed) and isinstance(t.packed.scheme, Fp4)
 
 
 def with_fp4(source: Checkpoint) -> Checkpoint:
@@ -158,10 +162,25 @@ def note(source: Checkpoint, mode: str, groupsize: int, solved: bool = False,
     return f"note: {loss}; {kept}" if n_kept else f"note: {loss}"
 
 
+def multiplies_fp4(engine: str, device) -> bool:
+    """Uncompiled, a CPU would dequantize a matrix for each product: it gets plain weights."""
+    return torch.device(device).type != "cpu" or engine not in ("kv_cache", "recompute")
+
+
+def without_fp4(source: Checkpoint) -> Checkpoint:
+    """The checkpoint whose fp4 linears are read dequantized."""
+    def plain(t):
+        return replace(t, packed=Packed(t.packed.kind)) if has_fp4_codes(t) else t
+    mtp = source.mtp and (lambda: without_fp4(source.mtp()))
+    return replace(source, tensors={name: plain(t) for name, t in source.tensors.items()}, mtp=mtp)
+
+
 def quantize_as_requested(source: Checkpoint, mode: str | None, groupsize: int, head: str,
-                          device) -> Checkpoint:
+                          device, keep_fp4: bool = True) -> Checkpoint:
     """Apply --quantize, --groupsize and --quantize_head, with a note. mode None: fp4 of the file
-    stays fp4, the rest is unchanged."""
+    stays fp4 if keep_fp4, the rest is unchanged."""
+    if not keep_fp4:
+        source = without_fp4(source)
     if mode is None:
         return with_fp4(source)
     new = quantized(source, mode, groupsize, head, device)

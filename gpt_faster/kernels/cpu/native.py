@@ -444,7 +444,7 @@ def pack_fp4(weight: Tensor, scales: Tensor, group_size: int) -> tuple:
     if group_size < 32:                            # e4m3: the sign goes to the codes
         codes = codes ^ (scale_bytes >> 7)[..., None] * 0x88
         scale_bytes = scale_bytes & 127
-    words = codes.flatten(1).view(torch.int32)
+    words = codes.flatten(1).contiguous().view(torch.int32)
     codes = pack_panels(words).view(torch.uint8).reshape(-1, 4 * words.shape[1], panel_width())
     scale_bytes = scale_bytes.unflatten(0, (-1, panel_width())).transpose(1, 2)
     row_scales = F.pad(scales.float(), (0, missing_out))
