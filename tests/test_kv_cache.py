@@ -387,8 +387,9 @@ def without_turn(model, monkeypatch):
 
 
 def with_other_codes(model, monkeypatch):
-    for precision, plain in qc.ENCODERS.items():
-        monkeypatch.setitem(qc.ENCODERS, precision, lambda groups, plain=plain: plain(groups.clamp(-0.5, 0.5)))
+    def clamped(plain):
+        return lambda groups: plain(groups.clamp(-0.5, 0.5))
+    monkeypatch.setattr(qc, "ENCODERS", {precision: clamped(plain) for precision, plain in qc.ENCODERS.items()})
 
 
 def with_another_forward(model, monkeypatch):

@@ -296,8 +296,8 @@ def kv_cache() -> str:
     lines = [json.loads(line)
              for line in (ROOT / "benchmarks/kv_cache.jsonl").read_text().splitlines()]
     names = {"english": "English", "german": "German", "python": "Python"}
-    table = [f"| model, tokens | cache | kB a position | {' | '.join(names.values())} | KL "
-             "| change of -ln p |", "|---" * (5 + len(names)) + "|"]
+    table = [f"| model, tokens | cache | kB a position | {' | '.join(names.values())} | KL |",
+             "|---" * (4 + len(names)) + "|"]
     rows, runs = [], []
     for line in lines:
         if "cache" in line:
@@ -309,12 +309,10 @@ def kv_cache() -> str:
             what = f"{short_name(line['cache_table'])}, {line['window']}" if first else ""
             texts = [row.get(name) for name in names]
             cells = [f"{text['perplexity']:.3f}" if text else "–" for text in texts]
-            kl, shift = ("" if first else ", ".join(
-                f"{text[key]:.5f}" for text in texts if text and key in text)
-                for key in ("kl", "shift"))
+            kl = "" if first else ", ".join(
+                f"{text['kl']:.5f}" for text in texts if text and "kl" in text)
             table.append(f"| {what} | {row['cache'].replace(':plain', ', not turned')} "
-                         f"| {row['bytes_per_position'] / 1e3:.2f} | {' | '.join(cells)} "
-                         f"| {kl} | {shift} |")
+                         f"| {row['bytes_per_position'] / 1e3:.2f} | {' | '.join(cells)} | {kl} |")
         rows = []
     run = runs[-1]
     return "\n".join(table) + (f"\n\n{run['machine']}, {run['capability']}, computed in float32; "
