@@ -392,6 +392,11 @@ def with_other_codes(model, monkeypatch):
     monkeypatch.setattr(qc, "ENCODERS", {precision: clamped(plain) for precision, plain in qc.ENCODERS.items()})
 
 
+def with_other_codes_in_place(model, monkeypatch):
+    for precision, plain in qc.ENCODERS.items():
+        monkeypatch.setitem(qc.ENCODERS, precision, lambda groups, plain=plain: plain(groups.clamp(-0.5, 0.5)))
+
+
 def with_another_forward(model, monkeypatch):
     plain = QuantizedCache.forward
     monkeypatch.setattr(QuantizedCache, "forward", lambda self, slot, k, v, *rest: plain(self, slot, k, 0.5 * v, *rest))
@@ -409,7 +414,7 @@ def with_its_own_forward(model, monkeypatch):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("kv_cache", FORMATS)
-@pytest.mark.parametrize("edit", [without_turn, with_other_codes, with_another_forward, with_a_hook, with_its_own_forward])
+@pytest.mark.parametrize("edit", [without_turn, with_other_codes, with_other_codes_in_place, with_another_forward, with_a_hook, with_its_own_forward])
 @torch.inference_mode()
 def test_an_edited_cache_is_what_runs(families, kv_cache, edit, monkeypatch, two_threads):
     """C++ stands in for the plain form only where it is the one that it knows, also when it is edited between two calls."""

@@ -17,6 +17,7 @@ from helpers import files_of_ours
 from torch import nn
 
 import gpt_faster.layers.attention
+import gpt_faster.layers.quantized_cache
 import model as core
 import sampling
 from gpt_faster.decoding.samplers import DeviceSampler, ShortlistSampler
@@ -995,3 +996,13 @@ def test_digests_are_renewed_where_the_kernels_tests_pass(tmp_path, monkeypatch)
     status[0] = 0
     assert known_sources.write() == 0 and json.loads(file.read_text())["sources"]["model.SDPA"] == seen[0]
     modifications.known_sources.cache_clear()
+
+
+def test_items_of_dicts_are_compared_too():
+    """Of every dict in which core code looks things up: one that changes in place stays the same object."""
+    modules = [module for name, module in sys.modules.items() if modifications.package_of(name) == "gpt_faster.layers"]
+    lookups = modifications.core_code([*modules, core, sampling]).lookups
+    dicts = [value for scope, name, value in lookups if type(value) is dict and modifications.package_of(scope.get("__name__")) != "torch"]
+    assert any(found is gpt_faster.layers.quantized_cache.ENCODERS for found in dicts)
+    for found in dicts:
+        assert {name for scope, name, _ in lookups if scope is found} == set(found), found

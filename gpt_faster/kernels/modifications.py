@@ -159,7 +159,8 @@ class ReachableCode:
 
     For a class its methods except __init__: the objects that __init__ creates are checked in the
     model. sources: name -> digest; names: global ("model.rotate") -> description of its value;
-    lookups: (module globals or class, name, value) of each name they use.
+    lookups: (module globals, class or dict, name, value) of each name they use, and of each item of
+    a dict among the values, which can change in place.
     """
 
     def __init__(self, roots: Iterable):
@@ -193,6 +194,8 @@ class ReachableCode:
 
     def _record(self, module: str, scope: dict, name: str, value) -> None:
         self.lookups.append((scope, name, value))
+        if package_of(module) != "torch" and type(value) is dict:
+            self.lookups += [(value, key, part) for key, part in value.items()]
         if package_of(module) != "torch" or not is_torch_value(value):
             self.names[f"{module}.{name}"] = describe(value)
 
