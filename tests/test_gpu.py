@@ -158,7 +158,7 @@ def test_the_checks_see_what_is_wrong(capsys, monkeypatch):
         assert "aten.item" in fails("no_waiting")
     with monkeypatch.context() as m:
         m.setattr(ngram.NgramDrafter, "find", lambda self, history, n: n * 0 + 3)
-        m.setattr(speculate, "verify", lambda *a: (torch.zeros(1, 5, dtype=torch.int64), torch.tensor(4)))
+        m.setattr(speculate, "verify", lambda *a: (torch.zeros(1, 5, dtype=torch.int64), torch.tensor([4])))
         assert "other tokens than without drafts" in fails("drafting")
     with pytest.raises(ValueError, match="--only nothing: the checks are products, families"):
         gpu_check.run(["--device", "cpu", "--only", "nothing"])

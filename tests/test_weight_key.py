@@ -15,8 +15,8 @@ from gpt_faster.formats.quantize_on_load import quantized
 from gpt_faster.kernels import digest
 
 # Called by load_shard and not in the key's files: load_shard has a digest of its own, is_packed_for's answer is in the
-# key, and use_fused_attention changes no weight.
-ELSEWHERE = {("gpt_faster/loading.py", "load_shard"), ("gpt_faster/loading.py", "is_packed_for"),
+# key, part_of_rank matters on several ranks only, which keep nothing, and use_fused_attention changes no weight.
+ELSEWHERE = {("gpt_faster/loading.py", "load_shard"), ("gpt_faster/loading.py", "is_packed_for"), ("gpt_faster/loading.py", "part_of_rank"),
              ("gpt_faster/kernels/cuda/attention.py", "use_fused_attention")}
 
 
