@@ -220,7 +220,7 @@ def test_nonsense_is_refused():
                 num_key_value_heads=2, vocab_size=99)
     for change, says in ((dict(num_kv_shared_layers=4), "shares the keys and values of an earlier layer"), (dict(use_bidirectional_attention="all"), "not supported"),
                          (dict(attention_k_eq_v=True, num_global_key_value_heads=3), "cannot share 3"), (dict(global_head_dim=-1), "head_dim"),
-                         (dict(model_type="gemma4_assistant"), "drafter"), (dict(model_type="gemma3n"), "is not supported: it has per-layer")):
+                         (dict(model_type="gemma4_assistant"), "drafter"), (dict(model_type="gemma3n"), "is not supported: it has several residual streams")):
         with pytest.raises(ValueError, match=says):
             config_from_hf({**base, **change})
 

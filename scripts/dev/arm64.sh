@@ -25,11 +25,11 @@ done
 if [ ! -e "$home/complete" ]; then
   say "Creating $home (5 minutes)"
   rm -rf "$home"/*
-  mkdir -p "$home"/{bin,root,site,debs,wheels}
+  mkdir -p "$home"/{bin,debian,site,debs,wheels}
   dpkg --print-foreign-architectures | grep -q arm64 || { dpkg --add-architecture arm64; apt-get update -qq; }
   (cd "$home/debs" && apt-get download -qq $(printf '%s:arm64 ' $debian)) 2> /dev/null \
     || die "apt-get could not download the packages of arm64"
-  for file in "$home"/debs/*.deb; do dpkg -x "$file" "$home/root"; done
+  for file in "$home"/debs/*.deb; do dpkg -x "$file" "$home/debian"; done
   # pip resolves for another platform from wheels alone.
   pip() { .venv/bin/python -m pip download --quiet --disable-pip-version-check -d "$home/wheels" \
     --only-binary=:all: --python-version 3.11 --implementation cp --abi cp311 --abi abi3 --abi none \
@@ -41,7 +41,7 @@ if [ ! -e "$home/complete" ]; then
   rm -rf "$home/debs" "$home/wheels"
   cat > "$home/bin/python" <<END
 #!/bin/sh
-PYTHONPATH=$home/site exec qemu-aarch64 -L $home/root $home/root/usr/bin/python3.11 "\$@"
+PYTHONPATH=$home/site exec qemu-aarch64 -L $home/debian $home/debian/usr/bin/python3.11 "\$@"
 END
   chmod +x "$home/bin/python"
   # A child process is an emulated Python too.
