@@ -283,7 +283,7 @@ def test_readme_paths_exist(page):
     assert not missing
 
 
-FOREIGN = {"aot_compile", "bmm", "cpp_wrapper", "guard_filter_fn", "kv_b", "ldtilecfg", "load_compiled_function", "make_fx",
+FOREIGN = {"UTCHMMA", "aot_compile", "bmm", "cpp_wrapper", "guard_filter_fn", "kv_b", "ldtilecfg", "load_compiled_function", "make_fx",
            "_linear_pointwise", "nested_compile_region", "save_compiled_function", "skip_guard_eval_unsafe", "standalone_compile",
            "tcgen05", "vscalefps", "wgmma"}        # torch's, an instruction's, a tensor's
 
