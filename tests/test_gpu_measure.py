@@ -114,7 +114,7 @@ def test_the_command_runs_parts_as_processes_and_keeps_their_rows(tmp_path, capf
     assert gpu_measure.run([*flags, "--parts", "attention", "--seconds", "200"]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows[0]["row"] == "machine" and {"commit", "versions"} <= set(rows[0])
-    assert len(rows) == 1 + 2 and "3 rows without an error, 0 with one" in capfd.readouterr().out
+    assert len(rows) == 1 + 3 and "4 rows without an error, 0 with one" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("argv, message", [
