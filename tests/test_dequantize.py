@@ -284,7 +284,7 @@ def e2m1(n):
 
 
 def test_mxfp4():
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    pytest.importorskip("transformers.integrations.mxfp4")
     x, E, n_out, n_block = "layers.0.mlp.experts.gate_up_proj", 2, 10, 3
     blocks = torch.randint(0, 256, (E, n_out, n_block, 16), dtype=torch.uint8)
     scales = torch.randint(100, 150, (E, n_out, n_block), dtype=torch.uint8)
@@ -446,17 +446,8 @@ def test_a_whole_gpt_oss(families, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
-    model, disk = tiny.make("gpt_oss"), {}
-    for name, w in model.state_dict().items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            E, n_in, n_out = w.shape
-            blocks = torch.randint(0, 256, (E, n_out, n_in // 32, 16), dtype=torch.uint8)
-            scales = torch.randint(121, 125, (E, n_out, n_in // 32), dtype=torch.uint8)
-            disk |= {name + "_blocks": blocks, name + "_scales": scales}
-            w.copy_(mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-        else:
-            disk[name] = w
+    pytest.importorskip("transformers.integrations.mxfp4")
+    model, disk = tiny.make_mxfp4_gpt_oss()
     save_file(disk, tmp_path / "model.safetensors")
     prompt = torch.randint(0, 160, (2, 24))
     close(our_logits(tmp_path, prompt), tiny.logits(model, prompt))

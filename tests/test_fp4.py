@@ -261,19 +261,10 @@ def test_by_operations(fp4_model, finer, family, layout, dtype):  # noqa: F811
 
 def test_a_whole_gpt_oss(families, finer, tmp_path):  # noqa: F811
     """Interleaved gate and up, biases of experts: four bits of the file at decode."""
-    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    pytest.importorskip("transformers.integrations.mxfp4")
     config = json.loads((families("gpt_oss")[0] / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | dict(quantization_config=dict(quant_method="mxfp4"))))
-    model, disk = tiny.make("gpt_oss"), {}
-    for name, w in model.state_dict().items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            E, n_in, n_out = w.shape
-            blocks = torch.randint(0, 256, (E, n_out, n_in // 32, 16), dtype=torch.uint8)
-            scales = torch.randint(121, 125, (E, n_out, n_in // 32), dtype=torch.uint8)
-            disk |= {name + "_blocks": blocks, name + "_scales": scales}
-            w.copy_(mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-        else:
-            disk[name] = w
+    model, disk = tiny.make_mxfp4_gpt_oss()
     save_file(disk, tmp_path / "model.safetensors")
     prompt, source = torch.randint(0, 160, (2, 24)), read_checkpoint(tmp_path)
     expected, kept = tiny.logits(model, prompt), with_fp4(source)

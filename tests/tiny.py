@@ -570,3 +570,19 @@ def logits(model, tokens):
     """transformers' logits [B, T, V]."""
     with torch.no_grad():
         return model(input_ids=tokens).logits.float()
+
+
+def make_mxfp4_gpt_oss():
+    """-> gpt-oss whose experts have random MXFP4 numbers, and its tensors as OpenAI stores them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+    model, disk = make("gpt_oss"), {}
+    for name, w in model.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            E, n_in, n_out = w.shape
+            blocks = torch.randint(0, 256, (E, n_out, n_in // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(121, 125, (E, n_out, n_in // 32), dtype=torch.uint8)
+            disk |= {name + "_blocks": blocks, name + "_scales": scales}
+            w.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+        else:
+            disk[name] = w
+    return model, disk
