@@ -284,7 +284,7 @@ def e2m1(n):
 
 
 def test_mxfp4():
-    pytest.importorskip("transformers.integrations.mxfp4")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     x, E, n_out, n_block = "layers.0.mlp.experts.gate_up_proj", 2, 10, 3
     blocks = torch.randint(0, 256, (E, n_out, n_block, 16), dtype=torch.uint8)
     scales = torch.randint(100, 150, (E, n_out, n_block), dtype=torch.uint8)
