@@ -209,6 +209,12 @@ def test_an_engine_that_breaks_fails_the_command(capsys, monkeypatch):
     assert status == 1 and "recompute (none, tg3 @ d5, batch 1) failed: " in err and out.count("| yes |") == 1
 
 
+def test_no_check(capsys, monkeypatch):
+    monkeypatch.setattr("gpt_faster.bench.cases.tokens_agree", None)           # a call fails
+    status, out, _ = run(capsys, "--random", "stories15M", "-n", 3, "-r", 1, "--device", "cpu", "--engines", "kv_cache", "--no_check")
+    assert status == 0 and "tg3 @ d5" in out and "| yes |" not in out
+
+
 def test_nano_gpt_spelling(capsys, monkeypatch):
     """benchmark.py --init_from=gpt2-xl --max_new_tokens=100, with a smaller model."""
     monkeypatch.setattr(benchmark, "LADDER", ("recompute", "kv_cache", "cuda_graph"))

@@ -201,7 +201,7 @@ class CaseRun:
         return Round(tok_s, tok_s / batch_size, speeds["ttft_s"], speeds["bandwidth_gb_s"] or 0.0,
                      gaps)
 
-    def row(self, runs: list["CaseRun"], bandwidths: list[float]) -> dict:
+    def row(self, runs: list["CaseRun"], bandwidths: list[float], check_tokens: bool) -> dict:
         """A row of the result. bandwidths: GB/s of each round."""
         weights = self.case.weights
         workload = self.workload
@@ -219,7 +219,8 @@ class CaseRun:
         row |= dict.fromkeys(FIGURES)
         if self.rounds and not self.error:
             row |= self._figures(bandwidths)
-            row["compared"] = None if self.case.start_peer else tokens_agree(self, runs)
+            if check_tokens and not self.case.start_peer:
+                row["compared"] = tokens_agree(self, runs)
         return row
 
     def _figures(self, bandwidths: list[float]) -> dict:
@@ -247,7 +248,8 @@ class CaseRun:
 
 
 def run_workload(cases: list[BenchmarkCase], tokenizers: dict, workload: Workload,
-                 repetitions: int, device: torch.device) -> tuple[list[dict], list[float]]:
+                 repetitions: int, device: torch.device,
+                 check_tokens: bool = True) -> tuple[list[dict], list[float]]:
     """Run all cases, interleaved in random order -> rows, memory bandwidths in GB/s.
 
     tokenizers: by name of the weights. bandwidths: one from before the first round, then the median
@@ -265,7 +267,7 @@ def run_workload(cases: list[BenchmarkCase], tokenizers: dict, workload: Workloa
         reads = _run_round(runs, workload.n_new, device)
         if reads:
             bandwidths.append(statistics.median(reads))
-    rows = [run.row(runs, bandwidths[1:]) for run in runs]
+    rows = [run.row(runs, bandwidths[1:], check_tokens) for run in runs]
     for run in runs:
         if run.case.start_peer and run.runner:
             run.runner.close()

@@ -127,6 +127,9 @@ def add_run_flags(add: Callable) -> None:
         help="repeat with these numbers of tensor-parallel processes on this machine")
     add("-r", "--repetitions", type=number(int, 1), default=5,
         help="rounds; each runs all cases in random order")
+    add("--no_check", action="store_true",
+        help="do not check the tokens afterwards: the check computes each text again in plain "
+             "PyTorch, which takes minutes for a long prompt of a large model")
     add("--suite", choices=(*SUITES, "serve"),
         help="run a list of benchmarks into benchmarks/MACHINE.json; resumes an interrupted run at "
              "the same commit; serve: serve.py under load, table on stdout")
@@ -298,7 +301,8 @@ def run_benchmark(args, device: torch.device, command: str) -> int:
     if args.profile:
         run_profiles(cases, tokenizers, workloads, args.profile)
         return 0
-    result = time_workloads(cases, tokenizers, workloads, args.repetitions, device, command)
+    result = time_workloads(cases, tokenizers, workloads, args.repetitions, device, command,
+                            not args.no_check)
     print(OUTPUTS[args.output](result), flush=True)
     if args.plot and tp.rank() == 0:
         for path in plots.plot(result, args.plot):
@@ -318,13 +322,15 @@ def open_cases(path: str | None, shape: str | None, engines: list, peers: list[s
 
 
 def time_workloads(cases: list[BenchmarkCase], tokenizers: dict, workloads: list[Workload],
-                   repetitions: int, device: torch.device, command: str) -> dict:
+                   repetitions: int, device: torch.device, command: str,
+                   check_tokens: bool = True) -> dict:
     """-> the result: machine, command, and a row for each case and workload."""
     machine = describe_machine(device)
     rows = []
     bandwidths = []
     for workload in workloads:
-        more, measured = run_workload(cases, tokenizers, workload, repetitions, device)
+        more, measured = run_workload(cases, tokenizers, workload, repetitions, device,
+                                      check_tokens)
         rows += more
         bandwidths += measured
         gc.collect()
