@@ -2,6 +2,7 @@
 
 llama-server scores no text, but a token that a logit bias forces is returned with its probability
 without the bias. So the text is decoded token by token, which is also how a cache is mostly read.
+Tokens that end within a character have no probability there, and are left out.
 
     python scripts/dev/cache_quality_llama_cpp.py -m model.gguf --window 512 f16 q8_0 q8_0/q4_0 q4_0
 
@@ -53,14 +54,18 @@ class Scorer(LlamaCpp):
         self._start(1)
 
     def token_nats(self, ids: list[int], n: int) -> list[float]:
-        """-log p of each of the last n tokens."""
-        return [self._nats_of(ids[:i], ids[i]) for i in range(len(ids) - n, len(ids))]
+        """-log p of the last n tokens, as far as the server says it."""
+        nats = [self._nats_of(ids[:i], ids[i]) for i in range(len(ids) - n, len(ids))]
+        return [x for x in nats if x is not None]
 
-    def _nats_of(self, prompt: list[int], target: int) -> float:
+    def _nats_of(self, prompt: list[int], target: int) -> float | None:
         with self._open("/completion", dict(
                 prompt=prompt, n_predict=1, temperature=0, top_k=1, samplers=["top_k"], n_probs=1,
                 cache_prompt=True, logit_bias=[[target, FORCED]])) as response:
-            token, = json.load(response)["completion_probabilities"]
+            answer = json.load(response)
+        if "completion_probabilities" not in answer:           # half a character
+            return None
+        token, = answer["completion_probabilities"]
         if token["id"] != target:
             raise ValueError(f"llama-server generated token {token['id']} instead of {target}")
         return -token["logprob"]
