@@ -464,6 +464,26 @@ def test_lengths_follow_cost_and_rows():
     assert pace.rates[0].expected[4] == pytest.approx(1 + 0.8 + 0.64 + 0.512 + 0.4096)
 
 
+def test_a_pause_is_a_plain_round():
+    """Where nothing is looked up, whichever rows could draft would not; and hopeless rows do pause."""
+    n_row = 4
+    pace = DraftLengthController([8, 3], {1: {8: 2.0, 3: 1.4}, 2: {8: 2.6, 3: 1.6}, 4: {8: 3.6, 3: 2.0}})
+    for row in range(n_row):
+        pace.begin(row)
+    random, n_paused = torch.Generator().manual_seed(0), 0
+    for i in range(400):
+        subset = [row for row in range(n_row) if torch.rand((), generator=random) < 0.6]
+        subset = subset or [i % n_row]
+        if pace.paused:
+            n_paused += 1
+            assert all(copy.deepcopy(pace).next([*rows], n_row) == 0 for n in range(1, n_row + 1)
+                       for rows in itertools.combinations(range(n_row), n))
+            subset = []
+        if pace.next(subset, n_row):
+            pace.learn({row: int(row == 0 and i < 40) * pace.k for row in subset})
+    assert 200 < n_paused < 400
+
+
 def test_measured_for_each_width(models):
     for name in ("near", "mtp", "ngram"):
         batch = batch_of(models["full"], name, 4, fixed=False)

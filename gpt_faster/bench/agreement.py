@@ -30,7 +30,7 @@ PRODUCTS = {F.linear, torch.ops.gpt_faster.grouped_mm.default}
 
 
 class ProductsInFloat32(TorchFunctionMode):
-    """On a CPU, multiply bfloat16 in fp32: PyTorch is 5 times as fast so on AVX2, and rounds once."""
+    """On a CPU, multiply bfloat16 in fp32: 5 times as fast in PyTorch on AVX2, and rounded once."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -68,24 +68,25 @@ class DraftLengthController:
         self.acceptance = acceptance
         self.rates = {}                            # row -> Acceptance
         self.credit = 0.0                          # plain steps
-        self.k, self.n_row, self.drafting = 0, 1, []           # of this round
+        self.k, self.n_row = 0, 1                  # of this round
 
     def begin(self, row: int) -> None:
         """A new text: nothing is known of its acceptance, and the row's part of the credit."""
         self.rates[row] = Acceptance(max(self.lengths, default=0))
         self._earn(ALLOWANCE / max(self.costs))
-        self.drafting = []
 
     def _earn(self, n_step: float) -> None:
         self.credit = min(ALLOWANCE, self.credit + n_step)
 
     @property
     def paused(self) -> bool:
-        """Whether next() will return 0 after the coming round."""
+        """Whether next() will return 0 after the coming round, whichever of the rows can draft."""
         if not self.lengths:
             return True
-        is_known = self.n_row == 1 and not self.k and self.drafting
-        return bool(is_known) and not self._choose(self.drafting, 1, self.credit + LOSS)
+        if self.k or not self.rates:               # this round changes what is expected
+            return False
+        best = sorted(self.rates, key=lambda row: self.rates[row].expected[-1])[-self.n_row:]
+        return not self._choose(best, self.n_row, self.credit + LOSS)
 
     def can_pay(self, k: int, n_drafting: int, n_row: int) -> bool:
         """Whether k drafts in some of n_row rows may pay, at the best acceptance rate."""
@@ -104,7 +105,6 @@ class DraftLengthController:
     def next(self, drafting: list[int], n_row: int) -> int:
         self._earn(LOSS)
         self.k, self.n_row = self._choose(drafting, n_row, self.credit), n_row
-        self.drafting = drafting or self.drafting
         return self.k
 
     def _choose(self, drafting: list[int], n_row: int, credit: float) -> int:

@@ -1,7 +1,7 @@
 """Where the time of a decode step goes on a CPU, and what reading the weights alone takes.
 
-The operations of one step are recorded, then run again by part, interleaved. "Reading" is a loop that
-only reads the same weights in the order, tasks and threads of the products (roofline.cpp).
+The operations of one step are recorded, then run again by part, interleaved. "Reading" is a loop
+that only reads the same weights in the order, tasks and threads of the products (roofline.cpp).
 
     python scripts/dev/roofline.py --random Llama-1.1B none int8 int4
     python scripts/dev/roofline.py -m checkpoints/SmolLM2-135M-Instruct none int8 int4
@@ -46,7 +46,7 @@ def kind_of(address: int) -> int:
 
 
 def record_step(engine: Engine, prompts: list) -> tuple[list[int], list[int], float]:
-    """Run a text -> addresses of a step's operations in the layers, of the head's, seconds a token."""
+    """Run a text -> a step's operations in the layers, the head's, and seconds a token."""
     calls, run = [], native.run
 
     def recorded(addresses, n_thread=None):
@@ -97,8 +97,8 @@ def run(argv: list[str] | None = None) -> int:
     source, tokenizer = open_model(args.model, args.random)
     workload = Workload(DEPTH, N_NEW, 1)
     machine = describe_machine(device)
-    print(f"{source.path.name}, {machine['machine']}, {machine['capability']}, {machine['threads']} "
-          f"threads, {machine['commit']}; ms a token after {DEPTH}\n")
+    print(f"{source.path.name}, {machine['machine']}, {machine['capability']}, "
+          f"{machine['threads']} threads, {machine['commit']}; ms a token after {DEPTH}\n")
     print(f"| weights | MB | GB/s | bytes at that | {' | '.join(PARTS)} | a token | of bandwidth |")
     print("|---" * (len(PARTS) + 6) + "|")
     with tempfile.TemporaryDirectory() as folder:

@@ -44,7 +44,7 @@ SHAPES = {"Llama-2-7B": ("none", "int8", "int4-g32"),
           "Qwen3-30B-A3B": ("none", "int4-g32"),
           "gpt2": ("none",)}
 LEAST_ROWS = 256                                   # of a weight; activations have up to 32
-LEAST_SHARED = 99 << 10                            # bytes that a program may have on every GPU
+SHARED = {80: 99 << 10, 90: 227 << 9}              # bytes: one on each GPU with this code; two on it
 SUMS = 8 << 10                                     # that a product has, for threads' sums only
 WIDEST = "LDG.E.EF.128"                            # loads of weights
 WIDE_SHARE = 0.7                                   # of a product's bytes, by such loads: codes, no scales
@@ -224,7 +224,8 @@ def wrong_in(gpu: GPU, product: Product) -> list[str]:
 def wrong_in_attention(what: str, code: sass.Code) -> list[str]:
     """Spills, and trips to memory that its last program takes one after another."""
     found = []
-    if code.spilled > SPILLED or code.shared > LEAST_SHARED:
+    major, minor = torch.cuda.get_device_capability()
+    if code.spilled > SPILLED or code.shared > SHARED[10 * major + minor]:
         found.append(f"{code.spilled} bytes spilled, {code.shared} shared")
     serial = code.listing.trips_after_atomic()
     if serial > AFTER_ATOMIC:
