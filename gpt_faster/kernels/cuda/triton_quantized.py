@@ -295,6 +295,30 @@ def _add_plain_int8(w, v, acc, place, first: tl.constexpr, row_words: tl.constex
 
 
 @triton.jit
+def _add(chunk, acc, sums, place, powers, is_own, first: tl.constexpr, row_words: tl.constexpr,
+         bits: tl.constexpr, M: tl.constexpr, T: tl.constexpr, has_mma: tl.constexpr):
+    """acc and sums + a chunk's codes by all rows of x, `first` blocks after place and powers."""
+    w, v, s, z = chunk
+    if bits == 4:
+        acc = _add_int4(w, v, s, z, acc, place, powers, is_own, first, row_words, M, T, has_mma)
+    elif has_mma:
+        sums = _add_int8(w, v, sums, place, is_own, first, row_words, M, T)
+    else:
+        acc = _add_plain_int8(w, v, acc, place, first, row_words, M)
+    return acc, sums
+
+
+@triton.jit
+def _advanced(pointers, n, group: tl.constexpr, bits: tl.constexpr):
+    """n blocks further in a row; of int4, whole groups."""
+    moved = (pointers[0] + 4 * n, pointers[1] + 4 * n)
+    if bits == 4:
+        at = 2 * (n * 32 // group)
+        moved = moved + (pointers[2] + at, pointers[3] + at)
+    return moved
+
+
+@triton.jit
 def _weighted(c, m: tl.constexpr, t):
     """Sums by digits of x, in mma's layout -> a lane's share of the sums of its two rows.
 
@@ -324,7 +348,7 @@ def _sums_of_rows(a, b, W: tl.constexpr):
 def _tile(tile, next_tile, chunks, weight, scales, bias, residual, y, place, powers, is_own,
           has_next: tl.constexpr, n_in: tl.constexpr, n_out: tl.constexpr, group: tl.constexpr,
           bits: tl.constexpr, activation: tl.constexpr, M: tl.constexpr, W: tl.constexpr,
-          C: tl.constexpr, row_words: tl.constexpr, has_mma: tl.constexpr):
+          C: tl.constexpr, n_looped: tl.constexpr, row_words: tl.constexpr, has_mma: tl.constexpr):
     """16 rows by x -> the first chunks of the next tile, asked for as soon as registers are free.
     """
     T: tl.constexpr = 32 * W
@@ -332,6 +356,7 @@ def _tile(tile, next_tile, chunks, weight, scales, bias, residual, y, place, pow
     gated: tl.constexpr = activation != ""
     n_block: tl.constexpr = n_in * bits // 128
     n_segment: tl.constexpr = (n_block + 4 * W * C - 1) // (4 * W * C)
+    digit_words: tl.constexpr = 16 if bits == 4 else 24        # of a block
     i = tl.arange(0, T)
     t = i % 4
     block = 4 * C * (i // 32) + t
@@ -354,19 +379,23 @@ def _tile(tile, next_tile, chunks, weight, scales, bias, residual, y, place, pow
     next_pointers = pointers
     if has_next:
         next_pointers = _pointers(weight, scales, next_tile, block, n_in, n_out, group, bits, gated)
-    for segment in tl.static_range(n_segment):
+    for segment in range(n_looped):
+        n = segment * (4 * W * C)                  # blocks before the segment's
+        ahead = _advanced(pointers, n + 4 * W * C, group, bits)
         current = chunks
         chunks = ()
         for c in tl.static_range(C):
-            w, v, s, z = current[c]
+            acc, sums = _add(current[c], acc, sums, place + n * digit_words,
+                             powers + 2 * (block + n), is_own, c * 4, row_words, bits, M, T,
+                             has_mma)
+            chunks = chunks + (_load(ahead, block, c * 4, bits, group, n_block, W, C),)
+    for segment in tl.static_range(n_looped, n_segment):
+        current = chunks
+        chunks = ()
+        for c in tl.static_range(C):
             first = segment * W * C * 4 + c * 4    # blocks after `block`
-            if bits == 4:
-                acc = _add_int4(w, v, s, z, acc, place, powers + 2 * block, is_own, first,
-                                row_words, M, T, has_mma)
-            elif has_mma:
-                sums = _add_int8(w, v, sums, place, is_own, first, row_words, M, T)
-            else:
-                acc = _add_plain_int8(w, v, acc, place, first, row_words, M)
+            acc, sums = _add(current[c], acc, sums, place, powers + 2 * block, is_own, first,
+                             row_words, bits, M, T, has_mma)
             if segment + 1 < n_segment:
                 chunks = chunks + (_load(pointers, block, (segment + 1) * W * C * 4 + c * 4, bits,
                                          group, n_block, W, C),)
@@ -403,8 +432,8 @@ def _product(x, norm, weight, scales, bias, residual, ids, y, digits, powers, ep
              expert_rows,
              n_in: tl.constexpr, n_out: tl.constexpr, group: tl.constexpr, bits: tl.constexpr,
              activation: tl.constexpr, M: tl.constexpr, W: tl.constexpr, C: tl.constexpr,
-             row_words: tl.constexpr, own_digits: tl.constexpr, one_tile: tl.constexpr,
-             has_mma: tl.constexpr, use_pdl: tl.constexpr):
+             n_looped: tl.constexpr, row_words: tl.constexpr, own_digits: tl.constexpr,
+             one_tile: tl.constexpr, has_mma: tl.constexpr, use_pdl: tl.constexpr):
     """A program has every num_programs(0)th tile of 16 rows; its warps share the columns.
 
     Gated: 8 rows of gate and 8 of up.
@@ -461,10 +490,11 @@ def _product(x, norm, weight, scales, bias, residual, ids, y, digits, powers, ep
             next_tile = tile + tl.num_programs(0)
             chunks = _tile(tile, next_tile, chunks, weight, scales, bias, residual, y, place,
                            powers, is_own, True, n_in, n_out, group, bits, activation, M, W, C,
-                           row_words, has_mma)
+                           n_looped, row_words, has_mma)
             tile = next_tile
     _tile(tile, tile, chunks, weight, scales, bias, residual, y, place, powers, is_own, False,
-          n_in, n_out, group, bits, activation, M, W, C, row_words, has_mma)
+          n_in, n_out, group, bits, activation, M, W, C, n_looped, row_words,
+          has_mma)
 
 
 def has_mma(device: torch.device) -> bool:
@@ -491,6 +521,14 @@ def plan(n_tile: int, n_y: int, n_in: int, bits: int, n_sm: int,
     n_resident = min(max(n_warp, W) // W, triton.cdiv(n_program * n_y, n_sm))
     registers = min(255, REGISTERS // (32 * W * n_resident) // 8 * 8)
     return W, C, n_program, registers
+
+
+def looped_segments(n_in: int, bits: int, group: int, M: int, W: int, C: int) -> int:
+    """Segments of a tile that a loop multiplies: of several rows all but the last two, which may be
+    short and load the next tile. Unrolled they take minutes to compile."""
+    n_segment = triton.cdiv(n_in * bits, 512 * W * C)
+    has_whole_groups = bits == 8 or 128 * W * C % group == 0
+    return n_segment - 2 if M > 1 and n_segment > 3 and has_whole_groups else 0
 
 
 def launch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, norm: Tensor | None,
@@ -526,6 +564,7 @@ def launch(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, norm:
     _product[n_program, n_y](
         x, norm if M == 1 else None, weight.view(torch.int32), scales, bias, residual, ids, y,
         digits, powers, eps, share, expert_rows, n_in, n_out, group, bits, activation, M, W, C,
-        row_words, M == 1, n_program == n_tile, has_mma(x.device), bool(pdl),
-        num_warps=32 * W // triton_matvec.WARP, num_stages=1, **options)
+        looped_segments(n_in, bits, group, M, W, C), row_words, M == 1, n_program == n_tile,
+        has_mma(x.device), bool(pdl), num_warps=32 * W // triton_matvec.WARP, num_stages=1,
+        **options)
     return y
