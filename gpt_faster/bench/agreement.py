@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from gpt_faster.bench.engines import SAMPLERS, Engine, share_weights
 from model import Transformer
@@ -37,12 +36,13 @@ class ProductsInFloat32(TorchFunctionMode):
         if (function not in PRODUCTS or args[0].dtype != torch.bfloat16
                 or args[0].device.type != "cpu"):
             return function(*args, **kwargs)
-        args, kwargs = tree_map_only(Tensor, as_float32, (args, kwargs))
-        return function(*args, **kwargs).bfloat16()
+        kwargs = {name: as_float32(value) for name, value in kwargs.items()}
+        return function(*map(as_float32, args), **kwargs).bfloat16()
 
 
-def as_float32(t: Tensor) -> Tensor:
-    return t.float() if t.is_floating_point() else t
+def as_float32(value):
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.float() if is_float else value
 
 
 @torch.inference_mode()
