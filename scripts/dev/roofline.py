@@ -31,6 +31,7 @@ from gpt_faster.kernels.cpu import native  # noqa: E402
 from gpt_faster.loading import open_model  # noqa: E402
 
 DEPTH, N_NEW = 128, 24
+BITS = {native.FP32: 32, native.BF16: 16, native.INT8: 8, native.INT4: 4}      # of a weight
 PARTS = ("reading", "products", "head", "attention", "others", "all operations")
 
 
@@ -108,6 +109,7 @@ def run(argv: list[str] | None = None) -> int:
             prompts, _ = workload.requests(tokenizer, weights.cfg)
             engine = Engine("compile", weights.model, prompts, workload, tokenizer)
             layers, head, token_s = record_step(engine, prompts)
+            check_dense(layers, head)
             gb_s = read_bandwidth(device)
             parts = time_parts(reader, layers, head, args.rounds)
             n_byte = sum(weight_bytes_of(a) for a in (*layers, *head))
@@ -118,12 +120,23 @@ def run(argv: list[str] | None = None) -> int:
     return 0
 
 
+def check_dense(layers: list[int], head: list[int]) -> None:
+    """ValueError: operations that cannot be repeated alone, or that roofline.cpp cannot read."""
+    known = {native.LINEAR, native.ATTENTION, native.ADD_NORM}
+    linears = [native.Linear.from_address(a) for a in (*layers, *head)
+               if kind_of(a) == native.LINEAR]
+    is_whole = len(head) == 1 and set(map(kind_of, layers)) <= known
+    if not is_whole or any(op.n_expert or op.format not in BITS for op in linears):
+        raise ValueError("only dense models whose layers are one call of the operations, in bf16, "
+                         "int8 or int4")
+
+
 def weight_bytes_of(address: int) -> int:
     """Bytes that an operation's product reads, with scales; 0 of other operations."""
     if kind_of(address) != native.LINEAR:
         return 0
     op = native.Linear.from_address(address)
-    bits = {native.FP32: 32, native.BF16: 16, native.INT8: 8, native.INT4: 4}[op.format]
+    bits = BITS[op.format]
     n_scale = op.N * op.K // op.group_size if op.format == native.INT4 else 0
     return op.N * op.K * bits // 8 + 4 * n_scale
 
