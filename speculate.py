@@ -296,6 +296,9 @@ class FixedLength:
     def begin(self, row: int) -> None:
         """A new text begins in this row."""
 
+    def end(self, row: int) -> None:
+        """The row's text has ended."""
+
     def next(self, drafting: list[int], n_row: int) -> int:
         """The number of drafts of the coming round, for the rows in `drafting`; n_row rows take
         part."""
@@ -350,6 +353,7 @@ class SpeculativeBatch(Batch):
 
     def end(self, row: int, n_kept: int = 0) -> None:
         self._discard(row)
+        self.draft_length.end(row)
         super().end(row, n_kept)
 
     @torch.inference_mode()

@@ -484,6 +484,20 @@ def test_a_pause_is_a_plain_round():
     assert 200 < n_paused < 400
 
 
+def test_a_row_that_ended_keeps_no_other_searching():
+    pace = DraftLengthController([3], {1: {3: 2.0}, 2: {3: 2.0}})
+    for row in range(2):
+        pace.begin(row)
+    for _ in range(50):                                    # row 0's drafts are right, row 1's wrong
+        if pace.next([0, 1], 2):
+            pace.learn({0: 3, 1: 0})
+    pace.next([], 2)
+    assert not pace.paused
+    pace.end(0)
+    pace.credit = 0.0
+    assert pace.paused
+
+
 def test_measured_for_each_width(models):
     for name in ("near", "mtp", "ngram"):
         batch = batch_of(models["full"], name, 4, fixed=False)

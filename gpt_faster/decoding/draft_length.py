@@ -75,6 +75,10 @@ class DraftLengthController:
         self.rates[row] = Acceptance(max(self.lengths, default=0))
         self._earn(ALLOWANCE / max(self.costs))
 
+    def end(self, row: int) -> None:
+        """The row drafts no more: what it had learnt says nothing of the others."""
+        self.rates.pop(row, None)
+
     def _earn(self, n_step: float) -> None:
         self.credit = min(ALLOWANCE, self.credit + n_step)
 

@@ -63,14 +63,24 @@ class InputBuffers:
         self.addresses = [ctypes.addressof(op) for op in ops]
 
     def fill(self, tokens: Tensor, pos: Tensor) -> None:
-        self.amplitude.copy_(self.model.amplitude)  # may have been edited
+        self.prepare(tokens, pos)
+        self.read_from(tokens, pos)
+        native.run(self.addresses, n_thread=1)
+
+    def prepare(self, tokens: Tensor, pos: Tensor) -> None:
+        """What the operations do not: copy what a user may have edited in place since the last
+        call, and embed tokens if the embedding is not the packed output layer."""
+        self.amplitude.copy_(self.model.amplitude)
         if self.scales is not None:
             self.scales.copy_(self.model.embed.scales)
+        if self.embed is None:
+            self.x.copy_(self.model.embed_tokens(tokens, pos))
+
+    def read_from(self, tokens: Tensor, pos: Tensor) -> None:
         for op in (*self.angles, *self.masks):
             op.set("pos", pos)
         if self.embed:
             self.embed.set("ids", tokens)
-        native.run(self.addresses, n_thread=1)
 
 
 class EmbedInputs(MethodOverride):
@@ -100,9 +110,8 @@ class EmbedInputs(MethodOverride):
             with torch.inference_mode(False), torch.no_grad():
                 inputs = self.buffers[key] = InputBuffers(self.model, *key)
         inputs.fill(tokens, pos)
+        self.guard.replay.add(inputs)
         x, outputs, n = inputs.x, inputs.outputs, 2 * len(inputs.angles)
-        if inputs.embed is None:
-            x = self.model.embed_tokens(tokens, pos)
         masks = (part for mask in outputs[n:] for part in (pos, mask))
         per_layer = [] if isinstance(self.model.per_layer, nn.Identity) else [
             self.model.per_layer(tokens, x)]
@@ -142,4 +151,5 @@ class Unembed(MethodOverride):
         op.set("x", x)
         op.set("out", logits)
         native.run(self.addresses)
+        self.guard.replay.add(self)
         return self.model.cap(logits)

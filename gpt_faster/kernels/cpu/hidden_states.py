@@ -26,6 +26,7 @@ class RecordHidden(MethodOverride):
         call = self.call
         is_queued = x is call.out and call.addresses           # x is not computed yet
         if not (self.guard.in_model_call and is_queued):
+            self.guard.replay.spoil()
             self.original(layer, x, pos, batch_idx)
             return
         if call.call_id != self.call_id:
@@ -50,3 +51,4 @@ class RecordHidden(MethodOverride):
         self.positions.slot_stride_b = pos.stride(0) if pos.dim() == 2 and len(pos) == B else 0
         rows = None if batch_idx is None else batch_idx.long().contiguous()
         self.positions.set("rows", rows)
+        self.call.positions_in_use.append(self.positions)

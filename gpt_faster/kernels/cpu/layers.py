@@ -89,6 +89,7 @@ class CallState:
             self.call_id = call_id
             self.alive = []                        # masks and RoPE tables: their ids are keys
             self.positions_of = {}                 # ids of mask and RoPE -> struct
+            self.positions_in_use = []             # those, and others of this call
             self.mask = self.rope = self.positions = None
         if x.shape[:2] != self.shape:
             self._grow(x.shape[:2].numel())
@@ -122,12 +123,14 @@ class CallState:
             cos, sin = (t[..., :rope_half] for t in rope)
             fill_positions(self.structs[n], self.shape, cos, sin, slot, mask, batch_idx)
             self.alive += [mask, rope]
+            self.positions_in_use.append(self.structs[n])
         self.positions = self.positions_of[key]
 
-    def run(self) -> None:
-        """Run the queued operations."""
+    def run(self) -> list[int]:
+        """Run the queued operations -> their addresses."""
         addresses, self.addresses = self.addresses, []
         native.run(addresses)
+        return addresses
 
 
 def fill_positions(positions: native.Positions, shape: torch.Size, cos, sin, slot, mask,
@@ -364,6 +367,7 @@ class OperationsLayer(MethodOverride):
     def __call__(self, x, rope, slot, mask, batch_idx=None, *layer_embed) -> Tensor:
         call, cache, operations = self.call, self.owner._modules.get("cache"), self.current
         if cache is None or not self.guard.in_model_call:
+            self.guard.replay.spoil()
             return self.original(x, rope, slot, mask, batch_idx, *layer_embed)
         if self.first:
             x = x.contiguous()
@@ -385,10 +389,13 @@ class OperationsLayer(MethodOverride):
                 call.addresses += step
             else:
                 call.run()
+                self.guard.replay.spoil()
                 with self.guard.eager_section():
                     step(rope, slot, mask, batch_idx, *layer_embed)
+        if layer_embed:
+            self.guard.replay.spoil()
         if self.last:
-            call.run()
+            self.guard.replay.add(call.run(), call.positions_in_use)
         return operations.copy(call.out) if self.returns_copy else call.out
 
 
@@ -471,6 +478,7 @@ def use_operations(model: nn.Module) -> bool:
         model.embed_inputs = EmbedInputs(guard, model)
     if not found.unembed and Unembed.supports(model):
         model.unembed = Unembed(guard, model)
+    guard.replay.is_allowed = not found.all()
     packed = [m for m in model.modules() if is_packed(m)]
     guard.install([t for m in packed for t in m.tensors() if t is not None])
     return True

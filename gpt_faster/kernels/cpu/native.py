@@ -378,15 +378,19 @@ def cache_of(codes: Tensor, scales: Tensor | None = None, turn: int = 1) -> Cach
     return cache
 
 
-def run(addresses: list[int], n_thread: int | None = None) -> None:
-    """Run the operations whose structs are at these addresses, in order. n_thread: torch's number
-    of threads unless given.
+def pointers(addresses: list[int]) -> ctypes.Array:
+    return (c_void_p * len(addresses))(*addresses)
+
+
+def run(addresses: list[int] | ctypes.Array, n_thread: int | None = None) -> None:
+    """Run the operations whose structs are at these addresses, or pointers(), in order. n_thread:
+    torch's number of threads unless given.
 
     IndexError: a token id, a position or a cache row is out of range, or a layer with a recurrent
     state would skip a position; nothing has run. MemoryError: a scratch buffer cannot be allocated.
     """
-    n = len(addresses)
-    result = library().run((c_void_p * n)(*addresses), n, n_thread or torch.get_num_threads())
+    array = addresses if isinstance(addresses, ctypes.Array) else pointers(addresses)
+    result = library().run(array, len(array), n_thread or torch.get_num_threads())
     if result == OUT_OF_RANGE:
         raise IndexError("a token id beyond the vocabulary, a position or a row beyond the cache, "
                          "or a gap in the positions of a layer with a recurrent state")

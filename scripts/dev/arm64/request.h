@@ -1,0 +1,12 @@
+// What library.c asks of server.cpp, in memory that both map at the same address.
+
+#pragma once
+
+#define ARENA ((char*)0x100000000000) // where arena.c puts everything that is allocated
+#define ARENA_SIZE (64L << 30)        // of addresses; memory is taken as it is used
+
+enum Function { PANEL_WIDTH, HAS_INT8_DOT, HAS_BF16, HAS_AMX, FIELDS_OF, PACK_PANELS, RUN };
+
+struct Request {
+  long function, arguments[5], result;
+};
