@@ -9,6 +9,7 @@ import torch
 import model as core
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.kernels.compile import assume_exclusive, compile_model
+from gpt_faster.kernels.cpu.embed_unembed import EmbedInputs
 from gpt_faster.kernels.cpu.replay import Replay
 from gpt_faster.kernels.guard import guard_of
 from gpt_faster.layers.quantized_cache import CacheFormat
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.kernels
 
 TOKENS = torch.randint(3, 150, (3, 64), generator=torch.Generator().manual_seed(1))
 LENGTH, N_PROMPT = 64, 21
+LONGEST_CALL = 24                                          # so windows of 8 have rings of 31 slots
 
 
 @pytest.fixture
@@ -34,7 +36,7 @@ def replayed(monkeypatch):
 def load(families, name, dtype, B=1, kv_cache=None, may_replay=True, max_rejected=4):
     model = load_model(read_checkpoint(families(name)[0]), dtype, "cpu")
     model.kv_cache = kv_cache and CacheFormat.parse(kv_cache)
-    model.setup_cache(B, LENGTH, max_rejected=max_rejected)
+    model.setup_cache(B, LENGTH, LONGEST_CALL, max_rejected=max_rejected)
     compile_model(model)
     assume_exclusive(model)
     if guard_of(model) and not may_replay:
@@ -43,13 +45,15 @@ def load(families, name, dtype, B=1, kv_cache=None, may_replay=True, max_rejecte
 
 
 @torch.inference_mode()
-def call(model, at, T=1, kv_len=LENGTH, B=None):
-    """Logits of TOKENS[:, at:at + T], T of which are one more in each row if B rows are at positions of their own."""
-    n = model.max_batch_size
+def call(model, at, T=1, kv_len=LENGTH, rows=None):
+    """Logits of T tokens from `at` on in all rows of the cache; or in these, each a position further than the one before it."""
+    n, index, last = model.max_batch_size, None, 1
     pos = torch.arange(at, at + T)
-    if B:
-        pos = pos + torch.arange(n)[:, None]
-    return model(TOKENS[:n, at:at + T], pos, 1, kv_len).clone()
+    if rows:
+        pos = pos + torch.arange(len(rows))[:, None]
+        n, index, last = len(rows), torch.tensor(rows), torch.full((len(rows), 1), T - 1)
+        index = None if rows == list(range(model.max_batch_size)) else index
+    return model(TOKENS[:n, at:at + T], pos, last, kv_len, index).clone()
 
 
 def same(model, plain, *calls):
@@ -80,9 +84,42 @@ def test_most_families_need_no_python(families, name, replayed):
 
 @pytest.mark.parametrize("kv_cache", [None, "int8", "int4", "fp8"])
 def test_rows_at_positions_of_their_own(families, kv_cache, replayed):
-    model, plain = (load(families, "llama3", torch.bfloat16, 3, kv_cache, may) for may in (True, False))
-    same(model, plain, (0, N_PROMPT), *((i, 1, LENGTH, True) for i in range(N_PROMPT, 30)), *((i,) for i in range(30, 36)))
-    assert len(replayed) == 7 + 4
+    for name in ("llama3", "gemma3_text"):
+        model, plain = (load(families, name, torch.bfloat16, 3, kv_cache, may) for may in (True, False))
+        before = len(replayed)
+        same(model, plain, (0, N_PROMPT), *((i, 1, LENGTH, [0, 1, 2]) for i in range(N_PROMPT, 30)), *((i,) for i in range(32, 38)))
+        assert len(replayed) == before + 7 + 4
+        same(model, plain, *((i, 1, LENGTH, [2]) for i in range(38, 43)), *((i, 1, LENGTH, [2, 0]) for i in range(43, 49)))
+        assert len(replayed) == before + 7 + 4 + 3 + 4
+        same(model, plain, *((i, 1, LENGTH, rows) for i, rows in zip(range(49, 55), [[0, 2], [1, 0], [2, 1]] * 2)))
+        assert len(replayed) == before + 7 + 4 + 3 + 4 + 6     # other rows, but as many
+
+
+def test_rings_are_the_models(families):
+    """Slots and masks of windows, and what the slots hold, against the model's own."""
+    model = load(families, "gemma3_text", torch.float32, 3)
+    plain = load_model(read_checkpoint(families("gemma3_text")[0]), torch.float32, "cpu")
+    plain.setup_cache(3, LENGTH, LONGEST_CALL)
+    guard_of(model).in_model_call, random = True, torch.Generator().manual_seed(0)
+    at = torch.zeros(3, dtype=torch.int64)
+    assert model.rings and isinstance(vars(model)["embed_inputs"], EmbedInputs)
+    for i in range(60):
+        T, how = int(torch.randint(1, 6, (), generator=random)), i % 3
+        rows = torch.randperm(3, generator=random)[:2] if how == 1 else None
+        if how == 2:
+            at[:] = at.max()
+        begin = at if rows is None else at[rows]
+        pos = torch.arange(T) + (begin[0] if how == 2 else begin[:, None])
+        tokens = TOKENS[:len(begin), :T]
+        kv_len = min(64, max(int(pos.max()) + 1, 16))
+        ours, theirs = ([*m.embed_inputs(tokens, pos, kv_len, rows)] for m in (model, plain))
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        for a, b in zip(model.rings.values(), plain.rings.values(), strict=True):
+            assert torch.equal(a.slot_positions, b.slot_positions)
+        at[slice(None) if rows is None else rows] += T
+        at = torch.where(at > 50, 0, at)
 
 
 def test_what_ends_it(families, replayed):
@@ -104,10 +141,10 @@ def test_what_ends_it(families, replayed):
     assert steps(13) == 2
     both(lambda m: m.setup_cache(1, LENGTH))
     assert steps(0) == 3                                       # the first is of the same shape as the last before it
-    both(lambda m: m.record_hidden(2, 4))
+    both(lambda m: m.record_hidden(2, 3))
     assert steps(4) == 3 and steps(8) == 4
-    assert torch.equal(model.hidden[2][:, :12], plain.hidden[2][:, :12]) and model.hidden[4][:, 4:12].any()
-    both(lambda m: m.record_hidden(0))                         # the embedding is recorded by PyTorch
+    assert torch.equal(model.hidden[2][:, :12], plain.hidden[2][:, :12]) and model.hidden[3][:, 4:12].any()
+    both(lambda m: m.record_hidden(4))                         # the last layer's output is recorded by PyTorch
     assert steps(12) == 0
     seen = []
     handles = both(lambda m: m.layers[1].attn.register_forward_hook(lambda *_: seen.append(1)))
@@ -153,6 +190,12 @@ def test_wrong_tokens_and_positions(families, replayed):
     with pytest.raises(IndexError), torch.inference_mode():
         model(TOKENS[:1, :1], torch.tensor([LENGTH]), 1, LENGTH)
     assert len(replayed) == 4
+    for name in ("llama3", "gemma3_text"):
+        model = load(families, name, torch.float32, 2)
+        for i in range(4):
+            call(model, i, 1, LENGTH, [1])
+        with pytest.raises(IndexError), torch.inference_mode():
+            model(TOKENS[:1, :1], torch.tensor([[4]]), torch.tensor([[0]]), LENGTH, torch.tensor([2]))
 
 
 def test_without_the_promise_all_is_checked(families, replayed):

@@ -9,10 +9,9 @@
 #include "mamba.h"
 #include "short_conv.h"
 
-static bool rows_exist(const Positions* positions, int B, int n_row) {
-  if (!positions->rows) return B <= n_row;
-  return std::all_of(positions->rows, positions->rows + B,
-                     [&](int64_t row) { return row >= 0 && row < n_row; });
+static bool rows_exist(const int64_t* rows, int B, int n_row) {
+  if (!rows) return B <= n_row;
+  return std::all_of(rows, rows + B, [&](int64_t row) { return row >= 0 && row < n_row; });
 }
 
 // Are the keys to read and the slots to write among the cache's S slots?
@@ -39,11 +38,13 @@ static bool rows_are_consecutive(const Positions* positions, int B, int T) {
 }
 
 template <class Op> static bool is_within_cache(const Op& op) {
-  return rows_exist(op.positions, op.B, op.n_row) && slots_exist(op.positions, op.B, op.T, op.S);
+  return rows_exist(op.positions->rows, op.B, op.n_row) &&
+         slots_exist(op.positions, op.B, op.T, op.S);
 }
 
 template <class Op> static bool is_within_ring(const Op& op) {
-  return rows_exist(op.positions, op.B, op.n_row) && rows_are_consecutive(op.positions, op.B, op.T);
+  return rows_exist(op.positions->rows, op.B, op.n_row) &&
+         rows_are_consecutive(op.positions, op.B, op.T);
 }
 
 static bool is_within_vocab(const Embed& op) {

@@ -67,3 +67,29 @@ static void causal_mask(const Mask& op, Phase* phase) {
     if (begin < end) memset(mask + begin, 1, end - begin);
   });
 }
+
+// Of a cache that is a ring (model.Ring): the slot of each position, pos mod n_slot, where `stored`
+// [n_row, n_slot] gets it; then what it may attend to, of the positions in the first n_key slots
+struct RingMask {
+  int32_t kind, B, T, n_slot, n_key, window, pos_stride, n_row;  // pos_stride 0: one pos for all
+  const int64_t *pos, *rows;                   // rows [B]: of the cache; null: all
+  int64_t *stored, *slot;
+  uint8_t* mask;                               // [B, T, n_key]
+};
+
+static void ring_mask(const RingMask& op, Phase* phase) {
+  run_tasks(phase[0], op.B, 1, [&](int b) {
+    const int64_t* pos = op.pos + (long)b * op.pos_stride;
+    int64_t* stored = op.stored + (op.rows ? op.rows[b] : b) * op.n_slot;
+    for (int t = 0; t < op.T; t++) {
+      int64_t slot = (pos[t] % op.n_slot + op.n_slot) % op.n_slot;
+      stored[slot] = pos[t];
+      if (op.pos_stride || b == 0) op.slot[(long)b * op.pos_stride + t] = slot;
+    }
+    for (int t = 0; t < op.T; t++) {
+      uint8_t* mask = op.mask + ((long)b * op.T + t) * op.n_key;
+      int64_t first = pos[t] - op.window + 1;
+      for (int s = 0; s < op.n_key; s++) mask[s] = (stored[s] >= first) & (stored[s] <= pos[t]);
+    }
+  });
+}

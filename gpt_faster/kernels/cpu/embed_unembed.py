@@ -34,21 +34,33 @@ class InputBuffers:
         half = model.freq.shape[1]
         batch_shape = (B, 1, T) if per_row_pos else (T,)
         self.x = torch.empty(B, T, model.cfg.dim, dtype=model.dtype)
-        self.angles, self.masks, self.outputs = [], [], []
-        self.model = model
+        self.angles, self.masks, self.ring_masks = [], [], []
+        self.tables, self.slots_and_masks = [], []             # slot None: the position itself
+        self.model, self.rings = model, model.rings            # new after setup_cache()
         self.amplitude = torch.empty(model.amplitude.shape)    # fp32 in every model
         n = B * T if per_row_pos else T
         for freq, amplitude in zip(model.freq, self.amplitude):
             cos, sin = torch.empty(2, *batch_shape, half, dtype=torch.float32)
-            self.outputs += [cos, sin]
+            self.tables += [cos, sin]
             self.angles.append(native.RopeTable(
                 kind=native.ROPE_TABLE, n=n, half=half, freq=freq, amplitude=amplitude, cos=cos,
                 sin=sin))
         for window in model.windows:
-            mask = torch.empty(*batch_shape, kv_len, dtype=torch.bool)
-            self.outputs.append(mask)
-            self.masks.append(native.Mask(
-                kind=native.MASK, B=1, T=n, n_key=kv_len, window=window or 0, mask=mask))
+            slot, mask = None, torch.empty(*batch_shape, kv_len, dtype=torch.bool)
+            op = native.Mask(kind=native.MASK, B=1, T=n, n_key=kv_len, window=window or 0,
+                             mask=mask)
+            if str(window) in model.rings:
+                stored = model.rings[str(window)].slot_positions
+                n_slot, n_key = stored.shape[1], min(kv_len, stored.shape[1])
+                slot = torch.empty((B, T) if per_row_pos else (T,), dtype=torch.int64)
+                mask = torch.empty(B, 1, T, n_key, dtype=torch.bool)
+                op = native.RingMask(
+                    kind=native.RING_MASK, B=B, T=T, n_slot=n_slot, n_key=n_key, window=window,
+                    pos_stride=T if per_row_pos else 0, n_row=len(stored), stored=stored,
+                    slot=slot, mask=mask)
+                self.ring_masks.append(op)
+            self.masks.append(op)
+            self.slots_and_masks.append((slot, mask))
         embed = model.embed
         scale = torch.full((), embed_scale_of(model), dtype=model.dtype).item()
         self.embed = self.scales = None
@@ -62,9 +74,9 @@ class InputBuffers:
         ops = [*self.angles, *self.masks, *([self.embed] if self.embed else [])]
         self.addresses = [ctypes.addressof(op) for op in ops]
 
-    def fill(self, tokens: Tensor, pos: Tensor) -> None:
+    def fill(self, tokens: Tensor, pos: Tensor, batch_idx: Tensor | None) -> None:
         self.prepare(tokens, pos)
-        self.read_from(tokens, pos)
+        self.read_from(tokens, pos, batch_idx)
         native.run(self.addresses, n_thread=1)
 
     def prepare(self, tokens: Tensor, pos: Tensor) -> None:
@@ -76,9 +88,11 @@ class InputBuffers:
         if self.embed is None:
             self.x.copy_(self.model.embed_tokens(tokens, pos))
 
-    def read_from(self, tokens: Tensor, pos: Tensor) -> None:
+    def read_from(self, tokens: Tensor, pos: Tensor, batch_idx: Tensor | None) -> None:
         for op in (*self.angles, *self.masks):
             op.set("pos", pos)
+        for op in self.ring_masks:
+            op.set("rows", batch_idx)
         if self.embed:
             self.embed.set("ids", tokens)
 
@@ -93,29 +107,32 @@ class EmbedInputs(MethodOverride):
 
     @staticmethod
     def supports(model: nn.Module) -> bool:
-        has_scale = embed_scale_of(model) is not None
-        return not model.rings and has_scale and is_fp32_on_cpu(model.freq)
+        return embed_scale_of(model) is not None and is_fp32_on_cpu(model.freq)
 
     def __call__(self, tokens, pos, kv_len, batch_idx=None) -> tuple[Tensor, ...]:
-        is_long = tokens.dtype == pos.dtype == torch.int64
-        is_decode = tokens.numel() <= MAX_DECODE_TOKENS and batch_idx is None
-        if not (self.guard.in_model_call and is_decode and is_long) or self.model.rings:
+        integers = [t for t in (tokens, pos, batch_idx) if t is not None]
+        is_long = all(t.dtype == torch.int64 for t in integers)
+        is_decode = tokens.numel() <= MAX_DECODE_TOKENS
+        has_rows = batch_idx is not None or all(
+            len(ring.slot_positions) == len(tokens) for ring in self.model.rings.values())
+        if not (self.guard.in_model_call and is_decode and is_long and has_rows):
             return self.original(tokens, pos, kv_len, batch_idx)
         tokens, pos = tokens.contiguous(), pos.contiguous()
+        batch_idx = None if batch_idx is None else batch_idx.contiguous()
         key = *tokens.shape, pos.dim() == 2, kv_len
         inputs = self.buffers.get(key)
-        if inputs is None:
+        if inputs is None or inputs.rings is not self.model.rings:
             if len(self.buffers) > MAX_SHAPES:
                 self.buffers.clear()
             with torch.inference_mode(False), torch.no_grad():
                 inputs = self.buffers[key] = InputBuffers(self.model, *key)
-        inputs.fill(tokens, pos)
+        inputs.fill(tokens, pos, batch_idx)
         self.guard.replay.add(inputs)
-        x, outputs, n = inputs.x, inputs.outputs, 2 * len(inputs.angles)
-        masks = (part for mask in outputs[n:] for part in (pos, mask))
+        masks = (part for slot, mask in inputs.slots_and_masks
+                 for part in (pos if slot is None else slot, mask))
         per_layer = [] if isinstance(self.model.per_layer, nn.Identity) else [
-            self.model.per_layer(tokens, x)]
-        return x, *outputs[:n], *masks, *per_layer
+            self.model.per_layer(tokens, inputs.x)]
+        return inputs.x, *inputs.tables, *masks, *per_layer
 
 
 def embed_scale_of(model: nn.Module) -> float | None:

@@ -395,7 +395,7 @@ class OperationsLayer(MethodOverride):
         if layer_embed:
             self.guard.replay.spoil()
         if self.last:
-            self.guard.replay.add(call.run(), call.positions_in_use)
+            self.guard.replay.add(call.run(), call.positions_in_use, call.out)
         return operations.copy(call.out) if self.returns_copy else call.out
 
 

@@ -37,7 +37,7 @@ FP32, BF16, INT8, INT4, FP8, FP4 = range(6)        # of weights and caches, the 
 CACHE_TYPES = {**TYPES, torch.int8: INT8, torch.uint8: INT4, torch.float8_e4m3fn: FP8}
 CACHE_GROUP = 32                                   # values with one scale: GROUP of simd.h
 (LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE,
- SHORT_CONV, DRAW, RECORD, MAMBA) = range(14)       # enum OpKind of run.cpp
+ SHORT_CONV, DRAW, RECORD, MAMBA, RING_MASK) = range(15)       # enum OpKind of run.cpp
 MAX_TAPS = 8                                       # of DeltaNet and Mamba; also in recurrent.h
 OUT_OF_RANGE = 1                                   # enum Result of run.cpp
 ACTIVATIONS = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3, "gelu": 4, "relu2": 5}
@@ -182,7 +182,7 @@ def is_available() -> bool:
 
 # Dtypes of the tensors that pointer fields point to; fp32 if not listed. Fields in TYPE_FIELDS
 # accept fp32 and bf16 if the struct has the named field, which records the dtype.
-DTYPES = dict.fromkeys(("slot", "rows", "ids", "pos", "seeds", "token"), torch.int64)
+DTYPES = dict.fromkeys(("slot", "rows", "ids", "pos", "seeds", "token", "stored"), torch.int64)
 DTYPES |= dict.fromkeys(("expert_ends", "gather_rows", "sorted_row", "sorted_token"),
                         torch.int32)
 DTYPES |= {"mask": torch.bool, "scales": torch.float16}        # scales: of a cache
@@ -326,6 +326,11 @@ class Mask(Struct):
     _fields_ = fields("kind B T n_key window", "pos mask")
 
 
+class RingMask(Struct):
+    _fields_ = fields("kind B T n_slot n_key window pos_stride n_row",
+                      "pos rows stored slot mask")
+
+
 class Draw(Struct):
     _fields_ = fields("kind B V", "logits temperature top_k top_p min_p seeds token")
 
@@ -335,7 +340,7 @@ class Record(Struct):
 
 
 STRUCTS = (Norm, Cache, Linear, Positions, Attention, Delta, Mamba, ShortConv, Latent, Route,
-           Combine, AddNorm, Embed, RopeTable, Mask, Draw, Record)
+           Combine, AddNorm, Embed, RopeTable, Mask, RingMask, Draw, Record)
 
 
 class Field(Structure):

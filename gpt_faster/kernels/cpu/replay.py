@@ -18,11 +18,15 @@ from gpt_faster.kernels.cpu import native
 
 def key_of(tokens: Tensor, pos: Tensor, logits_to_keep=1, kv_len: int | None = None,
            batch_idx: Tensor | None = None) -> tuple | None:
-    """What two calls of the model must have in common, its arguments being those of a step for all
-    rows; None: they are not."""
-    is_step = (tokens.shape[-1] == 1 and type(logits_to_keep) is int and logits_to_keep == 1
-               and batch_idx is None and tokens.dtype == pos.dtype == torch.int64)
-    return (tokens.shape, pos.shape, kv_len) if is_step else None
+    """What two calls of the model must have in common, its arguments being those of a step, of all
+    rows or of some; None: they are not."""
+    B, T = tokens.shape
+    of_last = tuple(logits_to_keep.shape) == (B, 1) if isinstance(logits_to_keep, Tensor) else (
+        logits_to_keep == 1)
+    integers = [tokens, pos] if batch_idx is None else [tokens, pos, batch_idx]
+    is_step = (T == 1 and of_last and all(t.dtype == torch.int64 for t in integers)
+               and (batch_idx is None or len(pos) == len(batch_idx) == B))
+    return (tokens.shape, pos.shape, kv_len, batch_idx is None) if is_step else None
 
 
 class Replay:
@@ -41,7 +45,8 @@ class Replay:
         self.key, self.operations = key, None
 
     def add(self, *part) -> None:
-        """Part of the call: InputBuffers; (addresses, Positions, …) of layers; Unembed."""
+        """Part of the call: InputBuffers; (addresses, [Positions, …], output) of layers; Unembed.
+        """
         if self.parts is not None:
             self.parts.append(part)
 
@@ -52,20 +57,25 @@ class Replay:
     def end(self) -> None:
         """The call has ended: keep its operations if they are all that it ran."""
         parts, self.parts = self.parts, None
-        if parts is None or list(map(len, parts)) != [1, 2, 1]:
+        if parts is None or list(map(len, parts)) != [1, 3, 1]:
             return
-        [inputs], [addresses, positions], [unembed] = parts
+        [inputs], [addresses, positions, out], [unembed] = parts
+        slots, masks = zip(*inputs.slots_and_masks)
+        fixed = {t.data_ptr() for t in (*inputs.tables, *slots, *masks) if t is not None}
         # a table of which a layer uses a part is copied for each call
-        tables = {t.data_ptr() for t in inputs.outputs}
-        if not all({p.cos, p.sin, p.mask} - {None} <= tables for p in positions):
+        if not all({p.cos, p.sin, p.mask} - {None} <= fixed for p in positions):
             return
-        (B, T), pos_shape, _ = self.key
+        tokens_shape, pos_shape, _, of_all_rows = self.key
         with torch.inference_mode(False):
-            self.tokens = torch.empty(B, T, dtype=torch.int64)
+            self.tokens = torch.empty(tokens_shape, dtype=torch.int64)
             self.pos = torch.empty(pos_shape, dtype=torch.int64)
-        inputs.read_from(self.tokens, self.pos)
+            self.rows = None if of_all_rows else torch.empty(tokens_shape[0], dtype=torch.int64)
+        inputs.read_from(self.tokens, self.pos, self.rows)
         for struct in positions:
-            struct.set("slot", self.pos)
+            struct.set("rows", self.rows)
+            if struct.slot not in fixed:           # the position itself
+                struct.set("slot", self.pos)
+        unembed.op.set("x", out)                   # of which the call may have gathered a copy
         self.inputs, self.unembed = inputs, unembed
         self.hidden = self.model.hidden            # another object after setup_cache()
         self.operations = native.pointers([*inputs.addresses, *addresses, *unembed.addresses])
@@ -74,10 +84,13 @@ class Replay:
         return (self.operations is not None and key == self.key
                 and self.model.hidden is self.hidden)
 
-    def run(self, tokens: Tensor, pos: Tensor, *_, **others) -> Tensor:
+    def run(self, tokens: Tensor, pos: Tensor, logits_to_keep=1, kv_len: int | None = None,
+            batch_idx: Tensor | None = None) -> Tensor:
         """The model's arguments -> fp32 logits [B, 1, V]."""
         self.tokens.copy_(tokens)
         self.pos.copy_(pos)
+        if batch_idx is not None:
+            self.rows.copy_(batch_idx)
         self.inputs.prepare(tokens, pos)
         op = self.unembed.op
         logits = torch.empty(len(tokens), 1, op.N)

@@ -25,7 +25,7 @@
 enum Result { DONE, OUT_OF_RANGE, FAILED };
 enum OpKind {
   LINEAR, ATTENTION, ADD_NORM, EMBED, ROPE_TABLE, MASK, DELTA, LATENT, ROUTE, COMBINE, SHORT_CONV,
-  DRAW, RECORD, MAMBA
+  DRAW, RECORD, MAMBA, RING_MASK
 };
 
 extern "C" int panel_width() { return NR; }
@@ -68,6 +68,10 @@ static bool is_within_bounds(const int32_t* op) {
   if (*op == DELTA) return is_within_ring(*(const Delta*)op);
   if (*op == MAMBA) return is_within_ring(*(const Mamba*)op);
   if (*op == SHORT_CONV) return is_within_ring(*(const ShortConv*)op);
+  if (*op == RING_MASK) {
+    const RingMask& ring = *(const RingMask*)op;
+    return rows_exist(ring.rows, ring.B, ring.n_row);
+  }
   return *op != EMBED || is_within_vocab(*(const Embed*)op);
 }
 
@@ -85,6 +89,7 @@ static void run_op(const int32_t* op, Phase* phase, int n_thread) {
   else if (*op == COMBINE) combine(*(const Combine*)op, phase);
   else if (*op == DRAW) draw(*(const Draw*)op, phase);
   else if (*op == RECORD) record(*(const Record*)op, phase);
+  else if (*op == RING_MASK) ring_mask(*(const RingMask*)op, phase);
   else causal_mask(*(const Mask*)op, phase);
 }
 
