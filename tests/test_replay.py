@@ -198,6 +198,16 @@ def test_wrong_tokens_and_positions(families, replayed):
             model(TOKENS[:1, :1], torch.tensor([[4]]), torch.tensor([[0]]), LENGTH, torch.tensor([2]))
 
 
+@pytest.mark.parametrize("name", ["llama3", "gemma3_text", "qwen3_next", "lfm2", "granitemoehybrid-mamba", "gpt_oss"])
+def test_a_model_loaded_in_inference_mode(families, name):
+    """Its tensors refuse what others allow: it gives the same tokens."""
+    plain = load(families, name, torch.float32)
+    with torch.inference_mode():
+        model = load(families, name, torch.float32)
+        assert model.freq.is_inference() and guard_of(model)
+    same(model, plain, (0, N_PROMPT), *((i,) for i in range(N_PROMPT, 27)), (24, 4))
+
+
 def test_without_the_promise_all_is_checked(families, replayed):
     model = load_model(read_checkpoint(families("llama3")[0]), torch.float32, "cpu")
     model.setup_cache(1, LENGTH)

@@ -8,8 +8,9 @@
 # the structs' pointers hold there; a call of the library becomes a request (library.c, server.cpp).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-home=$PWD/.cache/arm64
 parts=$PWD/scripts/dev/arm64
+version=$(cat "$parts"/* scripts/dev/arm64.sh | sha256sum | head -c 12)    # a library's name depends on its compiler's
+home=$PWD/.cache/arm64/${ARM64:-native}-$version
 
 die() { printf '%s\n' "error: $*" >&2; exit 2; }
 
@@ -18,7 +19,7 @@ for tool in gcc qemu-aarch64 clang++-19 aarch64-linux-gnu-g++; do
 done
 [ -x .venv/bin/python ] || die "no .venv: bash scripts/setup.sh requirements-dev.txt"
 mkdir -p "$home"
-gcc -O2 -shared -fPIC -o "$home/arena.so" "$parts/arena.c"
+gcc -O2 -fno-builtin -shared -fPIC -o "$home/arena.so" "$parts/arena.c"
 
 # What native.py takes for the compiler: clang for ARM, without OpenMP as Apple's. "native" is the CPU that is
 # asked for. A library becomes one that contains a program for ARM.
@@ -45,5 +46,5 @@ gcc -O2 -shared -fPIC "-DPROGRAM=\"\$out.arm64\"" -o "\$out" "$parts/library.c"
 rm "\$out.arm64"
 END
 chmod +x "$home/clang++"
-export CXX=$home/clang++ GPT_FASTER_CACHE=$home/${ARM64:-native} PYTHONMALLOC=malloc LD_PRELOAD=$home/arena.so
+export CXX=$home/clang++ GPT_FASTER_CACHE=$home PYTHONMALLOC=malloc LD_PRELOAD=$home/arena.so
 exec .venv/bin/python -m pytest --timeout 3000 "$@"

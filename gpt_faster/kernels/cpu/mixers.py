@@ -9,6 +9,7 @@ list (layers.Operations).
     if mixer.supports(layer): mixer(layer).add_to(operations)
 """
 
+import torch
 from torch import Tensor, nn
 
 from gpt_faster.kernels.cpu import native
@@ -330,9 +331,11 @@ def cache_struct(cache: nn.Module, name: str) -> native.Cache:
 def store_transposed(taps: nn.Parameter) -> None:
     """Store taps [channels, n_tap] as [n_tap, channels] in memory, the operations' layout.
 
-    In place: later edits of the parameter still take effect.
+    In place: later edits of the parameter still take effect. A tensor made in inference mode must
+    be replaced by another one.
     """
-    taps.data = taps.data.T.contiguous().T
+    with torch.inference_mode(taps.is_inference()):
+        taps.data = taps.data.T.contiguous().T
 
 
 class NoMixer:

@@ -38,30 +38,39 @@ static int class_of(size_t size) {
   return class;
 }
 
-static int create(void) {
+static int new_file(void) {
   int file = memfd_create("arena", MFD_CLOEXEC);
-  int flags = MAP_SHARED | MAP_NORESERVE | MAP_FIXED;
-  if (file < 0 || ftruncate(file, ARENA_SIZE) ||
-      mmap(ARENA, ARENA_SIZE, PROT_READ | PROT_WRITE, flags, file, 0) != ARENA)
-    abort();
+  if (file < 0 || ftruncate(file, ARENA_SIZE)) abort();
   return file;
 }
 
-// A fork that goes on gets memory of its own.
-static void in_child(void) {
-  int before = arena_file;
-  int file = memfd_create("arena", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, ARENA_SIZE)) abort();
-  off_t at = 0, n = end - ARENA;
-  while (at < n) {
-    ssize_t done = pwrite(file, ARENA + at, n - at, at);
-    if (done <= 0) abort();
-    at += done;
-  }
+static void map(int file) {
   int flags = MAP_SHARED | MAP_NORESERVE | MAP_FIXED;
   if (mmap(ARENA, ARENA_SIZE, PROT_READ | PROT_WRITE, flags, file, 0) != ARENA) abort();
   arena_file = file;
-  close(before);
+}
+
+// A fork gets a copy, made before: it and its parent would write to the same memory.
+static int copy;
+
+static void before_fork(void) {
+  lock();
+  copy = new_file();
+  for (off_t at = 0, n = end - ARENA; at < n;) {
+    ssize_t done = pwrite(copy, ARENA + at, n - at, at);
+    if (done <= 0) abort();
+    at += done;
+  }
+}
+
+static void in_parent(void) {
+  close(copy);
+  unlock();
+}
+
+static void in_child(void) {
+  close(arena_file);
+  map(copy);
   unlock();
 }
 
@@ -75,7 +84,7 @@ static void* allocate(size_t size, size_t alignment) {
   int class = class_of(size + extra + HEADER);
   lock();
   if (!end) {
-    arena_file = create();
+    map(new_file());
     end = ARENA;
     is_starting = 1;
   }
@@ -90,7 +99,7 @@ static void* allocate(size_t size, size_t alignment) {
   unlock();
   if (is_starting) {
     is_starting = 0;
-    pthread_atfork(lock, unlock, in_child);
+    pthread_atfork(before_fork, in_parent, in_child);
   }
   uintptr_t at = (uintptr_t)block + HEADER;
   if (extra) at = (at + alignment - 1) / alignment * alignment;

@@ -3,6 +3,7 @@
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -66,16 +67,16 @@ static long call(long function, long a, long b, long c, long d, long e) {
   return result;
 }
 
-int panel_width() { return call(PANEL_WIDTH, 0, 0, 0, 0, 0); }
-int has_int8_dot(int format) { return call(HAS_INT8_DOT, format, 0, 0, 0, 0); }
-int has_bf16() { return call(HAS_BF16, 0, 0, 0, 0, 0); }
-int has_amx() { return call(HAS_AMX, 0, 0, 0, 0, 0); }
+int panel_width() { return call(ASK_WIDTH, 0, 0, 0, 0, 0); }
+int has_int8_dot(int format) { return call(ASK_INT8_DOT, format, 0, 0, 0, 0); }
+int has_bf16() { return call(ASK_BF16, 0, 0, 0, 0, 0); }
+int has_amx() { return call(ASK_AMX, 0, 0, 0, 0, 0); }
 
 // Fields and their names are the server's: it copies them.
 void* fields() {
   size_t size = 1 << 20;
   void* copies = malloc(size);
-  call(FIELDS_OF, (long)copies, size, 0, 0, 0);
+  call(ASK_FIELDS, (long)copies, size, 0, 0, 0);
   return copies;
 }
 
@@ -84,10 +85,10 @@ void pack_panels(const void* from, long n_panel, long n, int n_byte, void* to) {
   void* copy = NULL;
   if ((char*)from < ARENA || (char*)from >= ARENA + ARENA_SIZE)          // a mapped file
     from = copy = memcpy(malloc(size), from, size);
-  call(PACK_PANELS, (long)from, n_panel, n, n_byte, (long)to);
+  call(PACK, (long)from, n_panel, n, n_byte, (long)to);
   free(copy);
 }
 
 int run(const void* ops, int n_op, int n_thread) {
-  return call(RUN, (long)ops, n_op, n_thread, 0, 0);
+  return call(RUN_OPS, (long)ops, n_op, n_thread, 0, 0);
 }

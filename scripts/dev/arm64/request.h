@@ -5,7 +5,7 @@
 #define ARENA ((char*)0x100000000000) // where arena.c puts everything that is allocated
 #define ARENA_SIZE (64L << 30)        // of addresses; memory is taken as it is used
 
-enum Function { PANEL_WIDTH, HAS_INT8_DOT, HAS_BF16, HAS_AMX, FIELDS_OF, PACK_PANELS, RUN };
+enum Function { ASK_WIDTH, ASK_INT8_DOT, ASK_BF16, ASK_AMX, ASK_FIELDS, PACK, RUN_OPS };
 
 struct Request {
   long function, arguments[5], result;

@@ -36,12 +36,12 @@ static void copy_fields(char* to, size_t size) {
 static long answer(const Request& request) {
   const long* args = request.arguments;
   switch (request.function) {
-    case PANEL_WIDTH: return panel_width();
-    case HAS_INT8_DOT: return has_int8_dot(args[0]);
-    case HAS_BF16: return has_bf16();
-    case HAS_AMX: return has_amx();
-    case FIELDS_OF: copy_fields((char*)args[0], args[1]); return 0;
-    case PACK_PANELS: pack_panels((void*)args[0], args[1], args[2], args[3], (void*)args[4]); return 0;
+    case ASK_WIDTH: return panel_width();
+    case ASK_INT8_DOT: return has_int8_dot(args[0]);
+    case ASK_BF16: return has_bf16();
+    case ASK_AMX: return has_amx();
+    case ASK_FIELDS: copy_fields((char*)args[0], args[1]); return 0;
+    case PACK: pack_panels((void*)args[0], args[1], args[2], args[3], (void*)args[4]); return 0;
     default: return run((const int32_t* const*)args[0], args[1], args[2]);
   }
 }
