@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run tests with the C++ kernels as on a 64-bit ARM CPU: cross-compiled, and run by qemu, while Python and
 # torch run on this CPU. Says whether the kernels are right there; qemu's speed says nothing of an ARM CPU's.
-#   bash scripts/dev/arm64.sh tests/test_cpu_ops.py -q        # arguments of pytest
+#   bash scripts/dev/arm64.sh --all --kernels tests/test_cpu_ops.py        # arguments of pytest
 #   ARM64=armv8-a bash scripts/dev/arm64.sh …                 # of a CPU without dot products
 # Needs gcc and, of Debian: apt-get install clang-19 g++-aarch64-linux-gnu qemu-user
 # Each process's memory is one mapping that qemu shares at the same addresses (scripts/dev/arm64/arena.c), so
