@@ -156,6 +156,40 @@ def test_what_ends_it(families, replayed):
     assert steps(9) == 0
 
 
+def test_a_layers_cache_is_replaced(families, replayed):
+    """Between two steps: the next one reads and writes the new one."""
+    model, plain = (load(families, "llama3", torch.float32, may_replay=may) for may in (True, False))
+    same(model, plain, (0, 9), (9,), (10,), (11,))
+    for each in (model, plain):
+        each.layers[1].attn.cache = copy.deepcopy(each.layers[1].attn.cache)
+        each.layers[1].attn.cache.k.mul_(0.5)
+    same(model, plain, (12,), (13,), (14,))
+    assert len(replayed) == 1 + 2 and torch.equal(model.layers[1].attn.cache.k, plain.layers[1].attn.cache.k)
+    assert model.layers[1].attn.cache.k[:, :, 14].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("part", ["layers.0", "layers.0.attn", "layers.1"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gemma3_text", "cohere"])
+def test_hooks_keep_what_they_got(families, name, part, dtype):
+    """Inputs of a layer, RoPE tables, slots and masks, over steps of one shape."""
+    kept = {}
+    for how in ("plain", "compiled"):
+        model = load_model(read_checkpoint(families(name)[0]), dtype, "cpu")
+        model.setup_cache(1, LENGTH, LONGEST_CALL)
+        seen = kept[how] = []
+        model.get_submodule(part).register_forward_pre_hook(
+            lambda module, args, seen=seen: seen.append([args[0], *args[1], *args[2:4]]))
+        if how == "compiled":
+            compile_model(model)
+            assume_exclusive(model)
+        for at, T in ((0, N_PROMPT), *((i, 1) for i in range(N_PROMPT, 28))):
+            call(model, at, T)
+    for ours, theirs in zip(kept["compiled"], kept["plain"], strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.shape == b.shape and (a.float() - b.float()).abs().max() < (1e-3 if dtype == torch.float32 else 0.2)
+
+
 def test_tables_edited_in_place(families, replayed):
     """What the operations copy is copied for each step."""
     model, plain = (load(families, "llama3", torch.float32, may_replay=may) for may in (True, False))

@@ -10,6 +10,8 @@ tokens, their positions and the logits' memory are others. Any other call of the
     if replay.is_for(key): logits = replay.run(tokens, pos)
 """
 
+import operator
+
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +35,8 @@ class Replay:
     """Of one model's last decode step."""
 
     def __init__(self, model: nn.Module):
-        self.model, self.is_allowed = model, False
+        self.model = model
+        self.is_allowed = False                    # no part of the model runs as written
         self.key = None                            # of the last call
         self.parts = None                          # of this call; None: not recorded
         self.operations = None                     # ctypes array of addresses
@@ -77,12 +80,17 @@ class Replay:
                 struct.set("slot", self.pos)
         unembed.op.set("x", out)                   # of which the call may have gathered a copy
         self.inputs, self.unembed = inputs, unembed
-        self.hidden = self.model.hidden            # another object after setup_cache()
+        self.sources = self._sources()
         self.operations = native.pointers([*inputs.addresses, *addresses, *unembed.addresses])
+
+    def _sources(self) -> list:
+        """The objects with buffers at addresses that the operations have."""
+        caches = [layer.forward.owner._modules.get("cache") for layer in self.model.layers]
+        return [self.model.hidden, self.model.rings, *caches]
 
     def is_for(self, key: tuple) -> bool:
         return (self.operations is not None and key == self.key
-                and self.model.hidden is self.hidden)
+                and all(map(operator.is_, self._sources(), self.sources)))
 
     def run(self, tokens: Tensor, pos: Tensor, logits_to_keep=1, kv_len: int | None = None,
             batch_idx: Tensor | None = None) -> Tensor:
