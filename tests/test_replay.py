@@ -5,14 +5,18 @@ import copy
 import pytest
 import tiny
 import torch
+from helpers import GREEDY, make_batch
 
 import model as core
+from generate import decode_one_token
+from gpt_faster.decoding import engines
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.kernels.compile import assume_exclusive, compile_model
 from gpt_faster.kernels.cpu.embed_unembed import EmbedInputs
 from gpt_faster.kernels.cpu.replay import Replay
 from gpt_faster.kernels.guard import guard_of
 from gpt_faster.layers.quantized_cache import CacheFormat
+from sampling import Sampler, SamplingParams
 
 pytestmark = pytest.mark.kernels
 
@@ -249,3 +253,114 @@ def test_without_the_promise_all_is_checked(families, replayed):
     for i in range(5):
         call(model, i)
     assert not replayed
+
+
+# ---- The choice of a greedy token, as one more operation ---------------------------------------
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """Tokens chosen by the operations so far."""
+    calls, likeliest = [], Replay.likeliest
+
+    def counted(self, *args):
+        calls.append(self)
+        return likeliest(self, *args)
+    monkeypatch.setattr(Replay, "likeliest", counted)
+    return calls
+
+
+def greedy_batch(families, name, dtype, B=1, is_short=True):
+    """A batch of the engine `compile`; is_short: its step may omit Python."""
+    model = load(families, name, dtype, B)
+    steps = engines.build_steps(model, "compile")
+    return make_batch(model, [GREEDY] * B, steps=steps if is_short else steps._replace(decode=decode_one_token))
+
+
+def tokens_of(batch, n=12, between=lambda i: None):
+    """n tokens of each row of the batch; between(i) runs before the i-th."""
+    batch.prefill(range(batch.n_row), [TOKENS[row, :9].tolist() for row in range(batch.n_row)])
+    found = [batch.token]
+    for i in range(1, n):
+        between(i)
+        found.append(batch.step())
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", tiny.FAMILIES)
+def test_greedy_tokens_of_every_family(families, name, dtype, chosen):
+    for B in (1, 3):
+        short, whole = (greedy_batch(families, name, dtype, B, is_short) for is_short in (True, False))
+        assert torch.equal(tokens_of(short), tokens_of(whole))
+        assert not short.sampler.not_finite.any() and not whole.sampler.not_finite.any()
+    caps = type(short.model.cap) is not torch.nn.Identity
+    assert len(chosen) in ((0,) if caps else (0, 9, 2 * 9))
+
+
+def test_a_greedy_step_needs_no_python(families, chosen):
+    for name in WHOLE:
+        before = len(chosen)
+        tokens_of(greedy_batch(families, name, torch.bfloat16, 2))
+        assert len(chosen) == before + 9, name                 # 12 less the prompt's and two steps
+
+
+HOOKED = "", "layers.0", "layers.1.attn", "head", "embed", "norm"
+
+
+@pytest.mark.parametrize("part", HOOKED)
+@pytest.mark.parametrize("when", [0, 6], ids=["before", "between"])
+def test_a_hook_sees_each_greedy_step(families, part, when, chosen):
+    batch, seen = greedy_batch(families, "llama3", torch.float32), []
+    plain = tokens_of(greedy_batch(families, "llama3", torch.float32, is_short=False))
+
+    def hook():
+        batch.model.get_submodule(part).register_forward_hook(lambda *_: seen.append(1))
+    if when == 0:
+        hook()
+    assert torch.equal(tokens_of(batch, between=lambda i: hook() if i == when else None), plain)
+    assert len(seen) == (12 if when == 0 else 12 - when)
+
+
+def test_a_hook_on_all_modules_sees_each_greedy_step(families):
+    batch, seen, handles = greedy_batch(families, "llama3", torch.float32), [], []
+
+    def hook(i):
+        if i == 6:
+            handles.append(torch.nn.modules.module.register_module_forward_hook(
+                lambda module, *_: seen.append(1) if module is batch.model else None))
+    tokens_of(batch, between=hook)
+    handles[0].remove()
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("name", ["note", "sample", "processed", "distribution"])
+def test_an_edited_sampler_is_used_by_each_greedy_step(families, name, monkeypatch, chosen):
+    """From the step on before which it was edited."""
+    batch, calls, method = greedy_batch(families, "llama3", torch.float32), [], getattr(Sampler, name)
+
+    def edited(self, *args, **kwargs):
+        calls.append(1)
+        return method(self, *args, **kwargs)
+    tokens_of(batch, between=lambda i: monkeypatch.setattr(Sampler, name, edited) if i == 6 else None)
+    assert len(calls) == 6 and len(chosen) == 3
+
+
+def test_an_edited_step_is_the_engines(families, monkeypatch, chosen):
+    def edited(model, token, pos, kv_len, sampler):
+        return 0 * decode_one_token(model, token, pos, kv_len, sampler) + 7
+    monkeypatch.setattr(engines, "decode_one_token", edited)
+    assert (tokens_of(greedy_batch(families, "llama3", torch.float32))[0, 1:] == 7).all() and not chosen
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_invalid_logits_of_a_greedy_step_are_noted(families, bad, chosen):
+    batch = greedy_batch(families, "llama3", torch.float32, 2)
+    tokens_of(batch, between=lambda i: batch.model.norm.weight.data.fill_(bad) if i == 8 else None)
+    assert batch.sampler.not_finite.isnan().all() and len(chosen) == 9
+
+
+def test_penalties_and_sampling_need_python(families, chosen):
+    for params in (SamplingParams(0.8), SamplingParams(0, repetition_penalty=1.5)):
+        model = load(families, "llama3", torch.float32)
+        tokens_of(make_batch(model, [params], steps=engines.build_steps(model, "compile")))
+    assert not chosen

@@ -20,6 +20,7 @@ from gpt_faster.decoding.request_sampler import ANY_PARAMS, RequestParams
 from gpt_faster.decoding.samplers import DeviceSampler, ShortlistSampler
 from gpt_faster.kernels import torch_internals
 from gpt_faster.kernels.cpu import native
+from gpt_faster.kernels.cpu.draw import likeliest
 from sampling import (
     FILTERS,
     MOST_SORTED,
@@ -128,6 +129,16 @@ def test_greedy_is_argmax_and_needs_no_noise_luck():
                 one = kind([how] * 16, 300, later=later)
                 assert torch.equal(one.sample(logits, EVERY, torch.tensor([pos])), logits.argmax(-1, keepdim=True))
                 assert torch.equal(dense(one.distribution(logits), 300).argmax(-1, keepdim=True), logits.argmax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("n_vocab", [1, 7, 300, 50257])
+@pytest.mark.parametrize("n_row", [1, 3])
+def test_the_kernel_of_greedy_rows_takes_the_first_of_the_largest(n_row, n_vocab):
+    every_other = (3 * torch.randn(n_row, 2, n_vocab)).round()[:, 0]            # not contiguous; many tie
+    for logits in (every_other, every_other.bfloat16().float(), torch.full((n_row, n_vocab), -torch.inf)):
+        assert torch.equal(likeliest(logits), logits.argmax(-1, keepdim=True))
+    invalid = torch.full((n_row, n_vocab), torch.nan)                           # Sampler.note() reports it
+    assert ((0 <= likeliest(invalid)) & (likeliest(invalid) < n_vocab)).all()
 
 
 def some_params(draw):

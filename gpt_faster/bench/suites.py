@@ -29,18 +29,22 @@ SUITES = {
                         "--peers llama.cpp,transformers,generate.py -r 3",
         "Short prompts": "-p 5,9,17,33,65 -n 0 --engines compile,int8,int4 --peers "
                          "llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked,openvino -r 7",
-        "Long prompts": "-p 512,2048 -n 0 --engines compile,int8,int4 --peers "
+        "Long prompts": "-p 512 -n 0 --engines compile,int8,int4 --peers "
                         "llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked,openvino -r 7",
-        "Decoding": "-d 128,4096 -n 64 --engines torch_compile,compile,int8,int4 "
+        "Very long prompts": "-p 2048 -n 0 --engines compile,int8,int4 --peers "
+                             "llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked,openvino -r 3",
+        "Decoding": "-d 128 -n 64 --engines compile,int8,int4 "
                     "--peers llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked,openvino -r 7",
+        "Long contexts": "-d 4096 -n 64 --engines compile,int8,int4 "
+                         "--peers llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked,openvino -r 3",
         "Many prompts": "--requests 32 -n 64 -d 100 -b 16,32 --engines compile --peers "
-                        "llama.cpp,openvino,vllm -r 7",
+                        "llama.cpp,ik_llama.cpp,openvino,vllm -r 7",
         "Batches": "--engines compile -n 64 -b 1,4,16,64 -r 3",
         "Caches": "--engines compile -n 100 --max_seq_length 256,8192 -r 3",
         "Copied text": "--text benchmarks/edit.txt --engines compile,ngram --peers llama.cpp -r 3",
         "A new story": "--text benchmarks/story.txt --temperature 0.8 --engines compile,ngram -r 3",
         "Llama-1.1B": "--random Llama-1.1B -p 9,65,512 -d 128 -n 64 --engines compile,int8,int4 "
-                      "--peers llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked,openvino -r 7",
+                      "--peers llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked -r 7",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 64 -r 3",
         "Mamba-2": "--random Granite-4-H-tiny-10L,Falcon-H1-1.5B,Nemotron-Nano-9B-16L -p 512 "

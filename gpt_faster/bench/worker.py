@@ -257,7 +257,7 @@ class IkLlamaCpp(LlamaCpp):
     """ik_llama.cpp's server, which does not tell the ids of its tokens."""
 
     NAME = "ik_llama.cpp"
-    OPTIONS = "--cache-ram", 0, "--no-mmap"
+    OPTIONS = "--cache-ram", 0, "--no-mmap", "--log-disable"   # it would write ./llama.log
 
 
 class RepackedIkLlamaCpp(IkLlamaCpp):

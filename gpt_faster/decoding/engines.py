@@ -15,6 +15,7 @@ from torch import Tensor
 
 import generate as core
 import speculate
+import tp
 from generate import (
     Batch,
     Steps,
@@ -31,6 +32,7 @@ from gpt_faster.decoding.eagle3 import Eagle3Drafter
 from gpt_faster.decoding.mtp import MTPDrafter
 from gpt_faster.decoding.ngram import NgramDrafter
 from gpt_faster.decoding.ranks import from_rank_0
+from gpt_faster.decoding.samplers import ShortlistSampler
 from gpt_faster.decoding.scheduler import SpeculativeRows
 from gpt_faster.kernels.compile import (
     WhileUnmodified,
@@ -43,6 +45,8 @@ from gpt_faster.kernels.compile import (
     switch_when_compiled,
 )
 from gpt_faster.kernels.cuda.graph import CudaGraph
+from gpt_faster.kernels.guard import guard_of
+from gpt_faster.kernels.modifications import is_known
 from gpt_faster.layers.dflash import DFlash
 from gpt_faster.layers.eagle3 import Eagle3
 from gpt_faster.layers.gemma4_assistant import Assistant
@@ -65,17 +69,34 @@ def build_steps(model: Transformer, engine: str, compile_prefill: bool = False,
         disk.set_compiler_caches()
     if engine == "compile" and not wait and can_switch_later(model):
         # prefill runs before it is compiled
-        decode = switch_when_compiled(model, decode_one_token)
+        decode = switch_when_compiled(model, build_decode())
         return Steps(prefill, decode)
     if engine == "compile":
         steps = compile_steps(model, compile_prefill)
         assume_exclusive(model)
-        return steps
+        return steps._replace(decode=build_decode()) if model.freq.device.type == "cpu" else steps
     if engine == "torch_compile":
         return core.compile_steps(model, compile_prefill)
     if engine == "cuda_graph":
         return Steps(decode=WhileUnmodified(CudaGraph(decode_one_token), decode_one_token, False))
     return Steps()
+
+
+def build_decode() -> Callable:
+    """decode_one_token for a CPU: greedy tokens need no Python between the layers and the choice,
+    once a step's operations run again."""
+    if not is_known(decode_one_token):
+        return decode_one_token
+
+    def decode(model, token, pos, kv_len, sampler) -> Tensor:
+        guard, new = guard_of(model), None
+        if guard is not None and type(sampler) is ShortlistSampler and sampler.takes_likeliest():
+            new = guard.likeliest(token, pos, kv_len, sampler.not_finite)
+        if new is None:
+            return decode_one_token(model, token, pos, kv_len, sampler)
+        return tp.broadcast(new)
+
+    return decode
 
 
 class RecomputeBatch(Batch):

@@ -8,12 +8,16 @@ Sampler if functions of sampling.py were edited.
     sampler = build_sampler(model, [SamplingParams()] * B, generator)
 """
 
+import operator
+
 import torch
 from torch import Tensor
 
 import sampling
 from gpt_faster.kernels.cpu import native
 from gpt_faster.kernels.cpu.draw import draw as draw_on_cpu
+from gpt_faster.kernels.cpu.draw import likeliest as likeliest_on_cpu
+from gpt_faster.kernels.cpu.draw import note as note_on_cpu
 from gpt_faster.kernels.cuda.draw import draw as draw_on_gpu
 from gpt_faster.kernels.cuda.products import has_kernels
 from gpt_faster.kernels.modifications import find_modified
@@ -48,6 +52,13 @@ def draw_args(sampler: Sampler, logits: Tensor, rows, pos: Tensor) -> tuple:
     return logits, *params, sampler.seeds[rows] + sampler.counter(pos.view(-1, 1), False)
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """logits [b, V] on a CPU -> the ids [b, 1] of the largest, the first of equal ones."""
+    if native.is_loaded() and logits.dtype == torch.float32:
+        return likeliest_on_cpu(logits)
+    return logits.argmax(-1, keepdim=True)
+
+
 def is_unmodified(sampler: Sampler) -> bool:
     """Whether the functions of sampling.py that the samplers here replace are the known ones. A
     note says which one is not."""
@@ -58,13 +69,15 @@ def is_unmodified(sampler: Sampler) -> bool:
     return not reason
 
 
+METHODS = operator.attrgetter("sample", "processed", "distribution", "noise", "counter", "observe",
+                              "note")
+FUNCTIONS = operator.attrgetter("draw", "renormalized", "keep_likeliest", "uniform", "exponential")
+
+
 def replaced_functions(sampler: Sampler) -> list:
     """The current functions of sampling.py that the samplers here replace, for comparison."""
-    methods = "sample", "processed", "distribution", "noise", "counter", "observe"
-    functions = "draw", "renormalized", "keep_likeliest", "uniform", "exponential"
-    return [*(getattr(Sampler, name) for name in methods),
-            *(getattr(sampling, name) for name in functions),
-            *sampler.filters.values(), *sampler.logit_filters.values()]
+    return [*METHODS(Sampler), *FUNCTIONS(sampling), *sampler.filters.values(),
+            *sampler.logit_filters.values()]
 
 
 class ShortlistSampler(Sampler):
@@ -87,6 +100,19 @@ class ShortlistSampler(Sampler):
             if processor.users is None or processor.users:
                 processor.observe(token)
 
+    def takes_likeliest(self) -> bool:
+        """Does it give every row the likeliest token, and nothing else to do with the logits?"""
+        return (self.all_greedy and not self.processors and not self.logit_filters
+                and not self.falls_back())
+
+    def note(self, logits, rows=slice(None)) -> None:
+        is_slice = isinstance(rows, slice)
+        is_some = is_slice and rows != slice(None)
+        has_kernel = native.is_loaded() and logits.dtype == torch.float32
+        if is_some or not has_kernel or self.falls_back():
+            return super().note(logits, rows)
+        note_on_cpu(logits, self.not_finite, None if is_slice else rows)
+
     def processed(self, logits, rows=slice(None), draft_tokens=None) -> Tensor:
         if self.falls_back():
             return super().processed(logits, rows, draft_tokens)
@@ -101,11 +127,11 @@ class ShortlistSampler(Sampler):
         return logits
 
     def distribution(self, logits, rows=slice(None), shortlist=None) -> tuple:
-        if self.all_greedy or shortlist is not None or self.falls_back():
+        if shortlist is not None or self.falls_back():
             return super().distribution(logits, rows, shortlist)
         params = [self.params[row] for row in self.indices(rows)]
         if all(p.temperature == 0 for p in params):
-            ids = logits.argmax(-1, keepdim=True)
+            ids = likeliest(logits)
             return torch.ones_like(ids, dtype=torch.float32), ids
         is_sorted = self.filters.keys() <= SHORTLIST_FILTERS
         if is_sorted and all(p.temperature and is_filtered(p) for p in params):
@@ -122,6 +148,8 @@ class ShortlistSampler(Sampler):
         if self.falls_back():
             return super().sample(logits, rows, pos)
         logits = self.processed(logits, rows)
+        if self.all_greedy:
+            return likeliest(logits)
         if self.may_use_kernel and native.is_loaded() and logits.dtype == torch.float32:
             return draw_on_cpu(*draw_args(self, logits, rows, pos))
         index = self.indices(rows)
@@ -129,7 +157,7 @@ class ShortlistSampler(Sampler):
         if len(kinds) == len(index) and len(set(kinds)) == 1:
             probs, ids = self.distribution(logits, rows)
             return sampling.draw(probs, ids, self.noise(rows, pos, ids))
-        token = logits.argmax(-1, keepdim=True)
+        token = likeliest(logits)
         for kind in set(kinds):
             places = [i for i, row in enumerate(index) if self.params[row].temperature
                       and is_filtered(self.params[row]) == kind]

@@ -102,6 +102,20 @@ class GuardedForward(MethodOverride):
         guard.replay.end()
         return logits
 
+    def likeliest(self, tokens: Tensor, pos: Tensor, kv_len: int, not_finite: Tensor
+                  ) -> Tensor | None:
+        """Of a decode step: the call of the model, Sampler.note() and the likeliest tokens [B, 1];
+        None: only a call can do it, which has not begun."""
+        model, replay = self.module, self.replay
+        is_all = type(model.cap) is nn.Identity and not torch_internals.changes_call(model)
+        if not (is_all and self.is_exclusive and not self.in_eager_section and replay.is_allowed
+                and self.snapshot.has_same_hooks()):
+            return None
+        key = key_of(tokens, pos, 1, kv_len)
+        if key is None or not replay.is_for(key):
+            return None
+        return replay.likeliest(tokens, pos, not_finite)
+
     def _recompiled(self) -> "GuardedForward | None":
         """Compile the model again -> its new guard; None: all of it runs eagerly."""
         self.compile(self.module)

@@ -220,6 +220,12 @@ def known_sources() -> dict[str, dict[str, str]]:
     return json.loads(KNOWN_SOURCES_FILE.read_text())
 
 
+def is_known(function) -> bool:
+    """Does known_sources.json have the function as it is? Of the code that it calls this says
+    nothing."""
+    return known_sources()["sources"].get(qualified_name(function)) == digest_of(function)
+
+
 def first_unknown(code: ReachableCode) -> str | None:
     """The first name that differs from known_sources.json, with the reason."""
     for name, found in code.names.items():
@@ -481,9 +487,11 @@ class ModelSnapshot:
         n = torch_internals.n_hooks_registered()
         if n == self.n_hook and n is not None:
             return True
-        self.n_hook = n
-        return (torch_internals.global_hooks() == self.global_hooks
-                and list(map(torch_internals.hooks_of, self.modules)) == self.hooks)
+        is_same = (torch_internals.global_hooks() == self.global_hooks
+                   and list(map(torch_internals.hooks_of, self.modules)) == self.hooks)
+        if is_same:                                # else whoever asks next must see it too
+            self.n_hook = n
+        return is_same
 
 
 def is_compared(value) -> bool:

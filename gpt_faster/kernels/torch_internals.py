@@ -49,6 +49,12 @@ def hooks_of(module: torch.nn.Module) -> list:
     return [hook for name in HOOK_DICTS for hook in getattr(module, name, {}).values()]
 
 
+def changes_call(module: torch.nn.Module) -> bool:
+    """Does a call of the module run more than its forward?"""
+    return (bool(hooks_of(module) or global_hooks())
+            or vars(module).get(CALL_OVERRIDE) is not None)
+
+
 def global_hooks() -> list:
     """Hooks on all modules (torch.nn.modules.module.register_module_forward_hook)."""
     module = torch.nn.modules.module

@@ -10,11 +10,14 @@
 
 // logits [B, V] -> token [B], by each row's parameters [B]. temperature 0: greedy; top_k 0, top_p 1,
 // min_p 0: off. seeds [B]: of each row's noise at this position, as sampling.uniform() takes them.
+// No temperature, and no other parameter: all rows are greedy. No token: only note.
+// not_finite: as Sampler.note() updates it, in these rows [B], or in the first B.
 struct Draw {
   int32_t kind, B, V;
   const float *logits, *temperature, *top_k, *top_p, *min_p;
-  const int64_t* seeds;
+  const int64_t *seeds, *rows;
   int64_t* token;
+  float* not_finite;
 };
 
 constexpr int DRAW_BLOCK = 64;                 // tokens with a common maximum
@@ -156,12 +159,22 @@ static int race(const Candidates& row, float least, uint64_t seed) {
   return winner;
 }
 
+static float larger_or_nan(float a, float b) { return a > b || a != a ? a : b; }
+
+// NaN if one of x is NaN
 static float largest(const float* x, int n) {
   vf max = vf{} - INFINITY;
+  vi is_nan = {};
   int i = 0;
-  for (; i + LANES <= n; i += LANES) max = max_of(load<vf>(x + i), max);
-  float best = horizontal_max(max);
-  for (; i < n; i++) best = std::max(best, x[i]);
+  for (; i + LANES <= n; i += LANES) {
+    vf value = load<vf>(x + i);
+    max = max_of(value, max);
+    is_nan |= value != value;
+  }
+  max = is_nan ? vf{} + NAN : max;
+  float best = max[0];
+  for (int lane = 1; lane < LANES; lane++) best = larger_or_nan(best, max[lane]);
+  for (; i < n; i++) best = larger_or_nan(best, x[i]);
   return best;
 }
 
@@ -169,7 +182,9 @@ static void draw(const Draw& op, Phase* phase) {
   run_tasks(phase[0], op.B, 1, [&](int b) {
     const float* logits = op.logits + (long)b * op.V;
     float best = largest(logits, op.V);
-    if (op.temperature[b] > 0) {
+    if (op.not_finite) op.not_finite[op.rows ? op.rows[b] : b] += best - best;   // inf - inf is NaN
+    if (!op.token) return;
+    if (op.temperature && op.temperature[b] > 0) {
       Candidates row(reserve(thread_scratch, Candidates::n_float(op.V)), op.V);
       double sum = row.fill(logits, op.V, best, std::max(op.temperature[b], 1e-20f));
       op.token[b] = 0;

@@ -8,9 +8,9 @@
 
 // out [n, K] = factor * weight[ids [n]], the weight [n_vocab, K] in panels, fp32, bf16 or int8
 struct Embed {
-  int32_t kind, format, n, K, n_vocab, out_type;
+  int32_t kind, format, n, K, n_vocab, out_type, scales_type;
   float factor;
-  const void *weight, *scales;                 // int8: fp32 scales [n_vocab]
+  const void *weight, *scales;                 // int8: scales [n_vocab]
   const int64_t* ids;
   void* out;
 };
@@ -21,7 +21,9 @@ static void embed(const Embed& op, Phase* phase) {
     int row = op.ids[i] % NR;                  // of the panel
     const char* w = (const char*)op.weight + op.ids[i] / NR * panel_bytes(op.format, K);
     float* y = reserve(thread_scratch, op.K);
-    float factor = op.factor * (op.format == INT8 ? ((const float*)op.scales)[op.ids[i]] : 1);
+    float scale = 1;
+    if (op.format == INT8) read_floats(op.scales, op.scales_type, op.ids[i], 1, &scale);
+    float factor = op.factor * scale;
     for (int k = 0; k < op.K; k++) {
       int paired = (k / 2 * NR + row) * 2 + k % 2;                // offset in a panel of pairs
       if (op.format == FP32) y[k] = ((const float*)w)[k * NR + row];

@@ -65,12 +65,13 @@ class InputBuffers:
         scale = torch.full((), embed_scale_of(model), dtype=model.dtype).item()
         self.embed = self.scales = None
         if isinstance(embed, OperationsEmbedding):
-            if embed.scales is not None:
-                self.scales = torch.empty(embed.scales.shape)  # fp32
+            scales = embed.scales
+            if scales is not None and scales.dtype not in native.TYPES:
+                self.scales = scales = torch.empty(scales.shape)
             kind, weight, _, _ = weight_args(embed.packed, None, 0)
             self.embed = native.Embed(
                 kind=native.EMBED, format=kind, n=B * T, K=model.cfg.dim, factor=scale,
-                n_vocab=model.cfg.vocab_size, weight=weight, scales=self.scales, out=self.x)
+                n_vocab=model.cfg.vocab_size, weight=weight, scales=scales, out=self.x)
         ops = [*self.angles, *self.masks, *([self.embed] if self.embed else [])]
         self.addresses = [ctypes.addressof(op) for op in ops]
 

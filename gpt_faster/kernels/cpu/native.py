@@ -188,7 +188,7 @@ DTYPES |= dict.fromkeys(("expert_ends", "gather_rows", "sorted_row", "sorted_tok
 DTYPES |= {"mask": torch.bool, "scales": torch.float16}        # scales: of a cache
 TYPE_FIELDS = {name: f"{name}_type" for name in ("x", "out", "residual", "multiplier",
                                                      "bias")}
-TYPE_FIELDS |= dict(inputs="input_type", states="states_type")
+TYPE_FIELDS |= dict(inputs="input_type", states="states_type", scales="scales_type")
 
 
 class Struct(Structure):
@@ -313,8 +313,8 @@ class AddNorm(Struct):
 
 
 class Embed(Struct):
-    any_dtype = ("weight", "scales")
-    _fields_ = fields("kind format n K n_vocab out_type", ("factor", c_float),
+    any_dtype = ("weight",)
+    _fields_ = fields("kind format n K n_vocab out_type scales_type", ("factor", c_float),
                       "weight scales ids out")
 
 
@@ -332,7 +332,8 @@ class RingMask(Struct):
 
 
 class Draw(Struct):
-    _fields_ = fields("kind B V", "logits temperature top_k top_p min_p seeds token")
+    _fields_ = fields("kind B V", "logits temperature top_k top_p min_p seeds rows token "
+                                  "not_finite")
 
 
 class Record(Struct):

@@ -10,7 +10,9 @@ tokens, their positions and the logits' memory are others. Any other call of the
     if replay.is_for(key): logits = replay.run(tokens, pos)
 """
 
+import ctypes
 import operator
+from itertools import repeat
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +75,7 @@ class Replay:
             self.tokens = torch.empty(tokens_shape, dtype=torch.int64)
             self.pos = torch.empty(pos_shape, dtype=torch.int64)
             self.rows = None if of_all_rows else torch.empty(tokens_shape[0], dtype=torch.int64)
+            self.logits = torch.empty(tokens_shape[0], unembed.op.N)           # of likeliest()
         inputs.read_from(self.tokens, self.pos, self.rows)
         for struct in positions:
             struct.set("rows", self.rows)
@@ -80,12 +83,17 @@ class Replay:
                 struct.set("slot", self.pos)
         unembed.op.set("x", out)                   # of which the call may have gathered a copy
         self.inputs, self.unembed = inputs, unembed
+        self.draw = native.Draw(kind=native.DRAW, B=tokens_shape[0], V=unembed.op.N,
+                                logits=self.logits)
+        self.owners = [layer.forward.owner._modules for layer in self.model.layers]
         self.sources = self._sources()
-        self.operations = native.pointers([*inputs.addresses, *addresses, *unembed.addresses])
+        every = [*inputs.addresses, *addresses, *unembed.addresses]
+        self.operations = native.pointers(every)
+        self.and_draw = native.pointers([*every, ctypes.addressof(self.draw)])
 
     def _sources(self) -> list:
         """The objects with buffers at addresses that the operations have."""
-        caches = [layer.forward.owner._modules.get("cache") for layer in self.model.layers]
+        caches = map(dict.get, self.owners, repeat("cache"))
         return [self.model.hidden, self.model.rings, *caches]
 
     def is_for(self, key: tuple) -> bool:
@@ -95,13 +103,24 @@ class Replay:
     def run(self, tokens: Tensor, pos: Tensor, logits_to_keep=1, kv_len: int | None = None,
             batch_idx: Tensor | None = None) -> Tensor:
         """The model's arguments -> fp32 logits [B, 1, V]."""
-        self.tokens.copy_(tokens)
-        self.pos.copy_(pos)
-        if batch_idx is not None:
-            self.rows.copy_(batch_idx)
-        self.inputs.prepare(tokens, pos)
-        op = self.unembed.op
-        logits = torch.empty(len(tokens), 1, op.N)
-        op.set("out", logits)
-        native.run(self.operations)
+        logits = torch.empty(len(tokens), 1, self.unembed.op.N)
+        self._run(self.operations, tokens, pos, batch_idx, logits)
         return self.model.cap(logits)
+
+    def likeliest(self, tokens: Tensor, pos: Tensor, not_finite: Tensor) -> Tensor:
+        """tokens [B, 1], pos, Sampler.not_finite [B, 1] -> the likeliest next tokens [B, 1]. For a
+        model that does not cap its logits."""
+        following = torch.empty(len(tokens), 1, dtype=torch.int64)
+        self.draw.token, self.draw.not_finite = following.data_ptr(), not_finite.data_ptr()
+        self._run(self.and_draw, tokens, pos, None, self.logits)
+        return following
+
+    def _run(self, operations: ctypes.Array, tokens: Tensor, pos: Tensor, rows: Tensor | None,
+             logits: Tensor) -> None:
+        for to, value in (self.tokens, tokens), (self.pos, pos), (self.rows, rows):
+            if value is not None:                  # copy_() would take far longer
+                value = value.contiguous()
+                ctypes.memmove(to.data_ptr(), value.data_ptr(), value.nbytes)
+        self.inputs.prepare(tokens, pos)
+        self.unembed.op.out = logits.data_ptr()
+        native.run(operations)
