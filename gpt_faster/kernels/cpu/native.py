@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt_faster.kernels import torch_internals
+from gpt_faster.kernels.cpu.huge_pages import WEIGHTS
 from gpt_faster.storage import disk
 
 SOURCE = Path(__file__).with_name("run.cpp")       # includes the headers next to it
@@ -464,7 +465,7 @@ def pack_fp4(weight: Tensor, scales: Tensor, group_size: int) -> tuple:
 def pack_panels(words: Tensor) -> Tensor:
     """[out, n], contiguous, of 2 or 4 bytes each -> [out / NR, n, NR]."""
     n_panel, n = words.shape[0] // panel_width(), words.shape[1]
-    panels = words.new_empty(n_panel, n, panel_width())
+    panels = WEIGHTS.empty(words.nbytes).view(words.dtype).view(n_panel, n, panel_width())
     library().pack_panels(c_void_p(words.data_ptr()), c_long(n_panel), c_long(n), words.itemsize,
                           c_void_p(panels.data_ptr()))
     return panels
