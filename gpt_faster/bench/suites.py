@@ -26,7 +26,8 @@ SUITES = {
     "cpu": {
         "SmolLM2-135M": "--engines recompute,kv_cache,sorted,sort_free,torch_compile,compile,int8,"
                         "int4 "
-                        "--peers llama.cpp,transformers,generate.py -r 3",
+                        "--peers llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked,transformers,"
+                        "generate.py -r 3",
         "Short prompts": "-p 5,9,17,33,65 -n 0 --engines compile,int8,int4 --peers "
                          "llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked,openvino -r 7",
         "Long prompts": "-p 512 -n 0 --engines compile,int8,int4 --peers "

@@ -429,8 +429,8 @@ def headline() -> str:
     """Decoding one sequence, with three kinds of weights; peers of the same run."""
     sys.path[:0] = [str(ROOT)]
     from gpt_faster.bench import tables
-    lines = ["| model | weights | gpt-faster | llama.cpp | transformers | × llama.cpp |",
-             "|---|---|---|---|---|---|"]
+    lines = [f"| model | weights | gpt-faster | llama.cpp | ik_llama.cpp | transformers | {tables.BEST} |",
+             "|---|---|---|---|---|---|---|"]
     entries, notes = ("SmolLM2-135M", "Llama-1.1B"), []
     machine = next(m for m in machines() if m["tables"].keys() >= set(entries))
     for entry in entries:
@@ -440,12 +440,13 @@ def headline() -> str:
         for ours in rows:
             if ours["engine"] != "compile":
                 continue
-            speeds = {row["engine"]: f"{row['tok_s']:.1f}" for row in rows
-                      if row["quantization"] == ours["quantization"]}
-            lines.append(f"| {label} | {weights_name(ours)} "
-                         f"| **{ours['tok_s']:.1f}** | {speeds.get('llama.cpp', '–')} "
-                         f"| {speeds.get('transformers', '–')} "
-                         f"| {tables.ratio(ours, rows, 'llama.cpp'):.2f} |")
+            alike = same_weights(ours, rows)
+            speeds = {row["engine"]: row["tok_s"] for row in alike if not row["error"]}
+            ik = max(speeds.get(name, 0) for name in ("ik_llama.cpp", "ik_llama.cpp-repacked"))
+            others = speeds.get("llama.cpp"), ik, speeds.get("transformers")
+            cells = [f"{speed:.1f}" if speed else "–" for speed in others]
+            lines.append(f"| {label} | {weights_name(ours)} | **{ours['tok_s']:.1f}** "
+                         f"| {' | '.join(cells)} | {relative_to_best(ours, alike)} |")
         notes.append(f"{entry} {rows[0]['test']}, medians of {result['repetitions']}, "
                      f"{measured(result)}")
     lines.append(f"\n{machine_name(machine)}, torch {machine['versions']['torch']}; "
@@ -458,7 +459,8 @@ def peers() -> str:
     sys.path[:0] = [str(ROOT)]
     from gpt_faster.bench import tables
     kinds = {"none": "bfloat16", "int8": "int8", "int4-g32": "int4"}
-    entries = ("Short prompts", "Long prompts", "Decoding", "Many prompts")
+    entries = ("Short prompts", "Long prompts", "Very long prompts", "Decoding", "Long contexts",
+               "Many prompts")
     columns, cells, notes = {}, {}, []
     for machine in machines():
         results = [machine["tables"][entry] for entry in entries if entry in machine["tables"]]
