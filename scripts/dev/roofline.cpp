@@ -32,8 +32,9 @@ static void read_weights(const Linear& op, Phase* phase, int n_thread) {
 
 // Of linears without experts
 extern "C" void read_all_weights(const int32_t* const* ops, int n_op, int n_thread) {
+  n_range = std::min(n_thread, MAX_RANGES);
   for (int i = 0; i < n_op; i++)
-    for (Phase& phase : phases[i]) phase.next = phase.done = 0;
+    for (Phase& phase : phases[i]) phase.reset();
   on_threads(n_thread, [&] {
     for (int i = 0; i < n_op; i++) read_weights(*(const Linear*)ops[i], phases[i], n_thread);
   });

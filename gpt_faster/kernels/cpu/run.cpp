@@ -97,8 +97,9 @@ static void run_ops(const int32_t* const* ops, int n_op, int n_thread) {
   for (int begin = 0; begin < n_op; begin += MAX_OPS) {
     int n = std::min(MAX_OPS, n_op - begin);
     size_t n_float = 0;
+    n_range = std::min(n_thread, MAX_RANGES);
     for (int i = 0; i < n; i++) {
-      for (Phase& phase : phases[i]) phase.next = phase.done = 0;
+      for (Phase& phase : phases[i]) phase.reset();
       n_float = std::max(n_float, shared_scratch_size(ops[begin + i], n_thread));
     }
     reserve(shared_scratch, n_float);

@@ -83,27 +83,41 @@ template <class F> static void on_threads(int n, F work) {
 
 static std::atomic<bool> has_failed;           // a task ran out of memory
 
-// A phase is a set of independent tasks that threads claim from a shared counter. It ends when all
-// tasks are done, not when all threads arrive: a descheduled thread delays the others only if it
+constexpr int MAX_RANGES = 4;
+static int n_range = 1;                        // of each phase of this region: its threads, at most 4
+
+// A phase is a set of independent tasks in as many ranges. A thread claims those of its own range, in
+// order, so that it reads weights in order too; then those that others have left. The phase ends when
+// all tasks are done, not when all threads arrive: a descheduled thread delays the others only if it
 // holds a task.
 struct Phase {
-  std::atomic<int> next, done;
+  struct alignas(64) Counter { std::atomic<int> n; };             // one to a cache line
+  Counter done, claimed[MAX_RANGES];
+
+  void reset() {
+    done.n = 0;
+    for (int r = 0; r < n_range; r++) claimed[r].n = 0;
+  }
 };
 
 // task(i) for i in [0, n), claimed `step` at a time; returns when the whole phase is done
 template <class F> static void run_tasks(Phase& phase, int n, int step, F task) {
-  for (int begin; (begin = phase.next.fetch_add(step)) < n;) {
-    int end = std::min(begin + step, n);
-    for (int i = begin; i < end; i++) {
-      try {                                    // exceptions must not leave a thread
-        task(i);
-      } catch (const std::exception&) {
-        has_failed = true;
+  int n_done = 0;
+  for (int k = 0; k < n_range; k++) {
+    int range = (thread_index() + k) % n_range;
+    int first = (long)n * range / n_range, end = (long)n * (range + 1) / n_range;
+    for (int i; (i = first + phase.claimed[range].n.fetch_add(step)) < end;) {
+      for (int last = std::min(i + step, end); i < last; i++, n_done++) {
+        try {                                  // exceptions must not leave a thread
+          task(i);
+        } catch (const std::exception&) {
+          has_failed = true;
+        }
       }
     }
-    phase.done.fetch_add(end - begin);
   }
-  for (int spins = 0; phase.done.load() < n; spins++) {
+  if (n_done) phase.done.n.fetch_add(n_done);
+  for (int spins = 0; phase.done.n.load() < n; spins++) {
 #ifdef __x86_64__
     _mm_pause();
 #endif
@@ -112,7 +126,7 @@ template <class F> static void run_tasks(Phase& phase, int n, int step, F task) 
 }
 
 constexpr int MAX_PHASES = 3;                  // per operation
-constexpr int MAX_OPS = 4096;                  // per parallel region
+constexpr int MAX_OPS = 1024;                  // per parallel region
 static Phase phases[MAX_OPS][MAX_PHASES];
 
 static std::vector<float> shared_scratch;      // used by all threads of one operation
