@@ -44,8 +44,10 @@ SUITES = {
         "Caches": "--engines compile -n 100 --max_seq_length 256,8192 -r 3",
         "Copied text": "--text benchmarks/edit.txt --engines compile,ngram --peers llama.cpp -r 3",
         "A new story": "--text benchmarks/story.txt --temperature 0.8 --engines compile,ngram -r 3",
-        "Llama-1.1B": "--random Llama-1.1B -p 9,65,512 -d 128 -n 64 --engines compile,int8,int4 "
-                      "--peers llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked -r 7",
+        "Llama-1.1B": "--random Llama-1.1B -d 128 -n 64 --engines compile,int8,int4 "
+                      "--peers llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked -r 5",
+        "Llama-1.1B, prompts": "--random Llama-1.1B -p 9,65,512 -n 0 --engines compile,int8,int4 "
+                               "--peers llama.cpp,ik_llama.cpp,ik_llama.cpp-repacked -r 5",
         "Mixture of experts": "--random Mixtral-8x160M,Mixtral-8x160M-dense --engines compile "
                               "-n 64 -r 3",
         "Mamba-2": "--random Granite-4-H-tiny-10L,Falcon-H1-1.5B,Nemotron-Nano-9B-16L -p 512 "

@@ -429,8 +429,9 @@ def headline() -> str:
     """Decoding one sequence, with three kinds of weights; peers of the same run."""
     sys.path[:0] = [str(ROOT)]
     from gpt_faster.bench import tables
-    lines = [f"| model | weights | gpt-faster | llama.cpp | ik_llama.cpp | transformers | {tables.BEST} |",
-             "|---|---|---|---|---|---|---|"]
+    columns = ("model", "weights", "gpt-faster", "llama.cpp", "ik_llama.cpp", "transformers",
+               tables.BEST)
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     entries, notes = ("SmolLM2-135M", "Llama-1.1B"), []
     machine = next(m for m in machines() if m["tables"].keys() >= set(entries))
     for entry in entries:
