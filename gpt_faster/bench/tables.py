@@ -33,12 +33,15 @@ def peers_of(rows: list[dict]) -> list[str]:
 
 
 def counterpart(row: dict, rows: list[dict], peer: str) -> dict | None:
-    """A peer's row for the same test, preferably with the same quantization."""
-    others = [other for other in rows
-              if other["engine"] == peer and other["tok_s"] and row["tok_s"]
+    """A peer's row for the same test, with the same quantization; if the peer has none, another.
+
+    None if it failed.
+    """
+    others = [other for other in rows if other["engine"] == peer
               and all(other[key] == row[key] for key in ("model", "test", "batch"))]
     alike = [other for other in others if other["quantization"] == row["quantization"]]
-    return (alike or others or [None])[0]
+    ran = [other for other in alike or others if other["tok_s"] and row["tok_s"]]
+    return ran[0] if ran else None
 
 
 def ratio(row: dict, rows: list[dict], peer: str) -> float | None:

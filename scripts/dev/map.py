@@ -429,26 +429,26 @@ def headline() -> str:
     """Decoding one sequence, with three kinds of weights; peers of the same run."""
     sys.path[:0] = [str(ROOT)]
     from gpt_faster.bench import tables
-    columns = ("model", "weights", "gpt-faster", "llama.cpp", "ik_llama.cpp", "transformers",
+    columns = ("model", "weights", "gpt-faster", "llama.cpp", "ik_llama.cpp", "OpenVINO",
                tables.BEST)
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    entries, notes = ("SmolLM2-135M", "Llama-1.1B"), []
-    machine = next(m for m in machines() if m["tables"].keys() >= set(entries))
-    for entry in entries:
+    entries, notes = {"Decoding": "SmolLM2-135M", "Llama-1.1B": "Llama-1.1B"}, []
+    machine = next(m for m in machines() if m["tables"].keys() >= entries.keys())
+    for entry, model in entries.items():
         result = machine["tables"][entry]
         rows = [row for row in result["rows"] if row["test"].startswith("tg")]
-        label = f"{entry}, random weights" if "--random" in result["command"] else entry
+        label = f"{model}, random weights" if "--random" in result["command"] else model
         for ours in rows:
             if ours["engine"] != "compile":
                 continue
             alike = same_weights(ours, rows)
             speeds = {row["engine"]: row["tok_s"] for row in alike if not row["error"]}
             ik = max(speeds.get(name, 0) for name in ("ik_llama.cpp", "ik_llama.cpp-repacked"))
-            others = speeds.get("llama.cpp"), ik, speeds.get("transformers")
+            others = speeds.get("llama.cpp"), ik, speeds.get("openvino")
             cells = [f"{speed:.1f}" if speed else "–" for speed in others]
             lines.append(f"| {label} | {weights_name(ours)} | **{ours['tok_s']:.1f}** "
                          f"| {' | '.join(cells)} | {relative_to_best(ours, alike)} |")
-        notes.append(f"{entry} {rows[0]['test']}, medians of {result['repetitions']}, "
+        notes.append(f"{model} {rows[0]['test']}, medians of {result['repetitions']}, "
                      f"{measured(result)}")
     lines.append(f"\n{machine_name(machine)}, torch {machine['versions']['torch']}; "
                  f"{'; '.join(notes)}.")
