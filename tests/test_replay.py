@@ -10,6 +10,7 @@ from helpers import GREEDY, make_batch
 import model as core
 from generate import decode_one_token
 from gpt_faster.decoding import engines
+from gpt_faster.decoding.samplers import ShortlistSampler
 from gpt_faster.formats.load import load_model, read_checkpoint
 from gpt_faster.kernels.compile import assume_exclusive, compile_model
 from gpt_faster.kernels.cpu.embed_unembed import EmbedInputs
@@ -342,6 +343,38 @@ def test_an_edited_sampler_is_used_by_each_greedy_step(families, name, monkeypat
         calls.append(1)
         return method(self, *args, **kwargs)
     tokens_of(batch, between=lambda i: monkeypatch.setattr(Sampler, name, edited) if i == 6 else None)
+    assert len(calls) == 6 and len(chosen) == 3
+
+
+@pytest.mark.parametrize("owner", ["the sampler", "its class"])
+@pytest.mark.parametrize("name", ["note", "sample"])
+def test_a_replaced_method_of_the_sampler_is_used(families, owner, name, monkeypatch, chosen):
+    batch, calls = greedy_batch(families, "llama3", torch.float32), []
+    method = getattr(batch.sampler, name)
+
+    def replaced(*args, **kwargs):
+        calls.append(1)
+        return method(*args[-3 if name == "sample" else -1:], **kwargs)
+
+    def replace(i):
+        if i == 6:
+            monkeypatch.setattr(batch.sampler if owner == "the sampler" else ShortlistSampler, name, replaced)
+    tokens_of(batch, between=replace)
+    assert len(calls) == 6 and len(chosen) == 3
+
+
+def test_a_replaced_call_of_the_model_is_used(families, chosen):
+    batch, calls = greedy_batch(families, "llama3", torch.float32), []
+
+    class Counted(type(batch.model)):
+        def __call__(self, *args, **kwargs):
+            calls.append(1)
+            return super().__call__(*args, **kwargs)
+
+    def replace(i):
+        if i == 6:
+            batch.model.__class__ = Counted
+    tokens_of(batch, between=replace)
     assert len(calls) == 6 and len(chosen) == 3
 
 

@@ -90,7 +90,7 @@ def build_decode() -> Callable:
 
     def decode(model, token, pos, kv_len, sampler) -> Tensor:
         guard, new = guard_of(model), None
-        if guard is not None and type(sampler) is ShortlistSampler and sampler.takes_likeliest():
+        if guard and isinstance(sampler, ShortlistSampler) and sampler.takes_likeliest():
             new = guard.likeliest(token, pos, kv_len, sampler.not_finite)
         if new is None:
             return decode_one_token(model, token, pos, kv_len, sampler)

@@ -69,8 +69,8 @@ def is_unmodified(sampler: Sampler) -> bool:
     return not reason
 
 
-METHODS = operator.attrgetter("sample", "processed", "distribution", "noise", "counter", "observe",
-                              "note")
+METHOD_NAMES = "sample", "processed", "distribution", "noise", "counter", "observe", "note"
+METHODS = operator.attrgetter(*METHOD_NAMES)
 FUNCTIONS = operator.attrgetter("draw", "renormalized", "keep_likeliest", "uniform", "exponential")
 
 
@@ -101,17 +101,17 @@ class ShortlistSampler(Sampler):
                 processor.observe(token)
 
     def takes_likeliest(self) -> bool:
-        """Does it give every row the likeliest token, and nothing else to do with the logits?"""
+        """Are note() and sample() as here, and do they give every row the likeliest token alone?"""
         return (self.all_greedy and not self.processors and not self.logit_filters
-                and not self.falls_back())
+                and type(self) is ShortlistSampler and METHODS(ShortlistSampler) == OWN_METHODS
+                and vars(self).keys().isdisjoint(METHOD_NAMES) and not self.falls_back())
 
     def note(self, logits, rows=slice(None)) -> None:
-        is_slice = isinstance(rows, slice)
-        is_some = is_slice and rows != slice(None)
+        is_whole = isinstance(rows, slice) and logits.shape[:-1] == self.not_finite.shape[:1]
         has_kernel = native.is_loaded() and logits.dtype == torch.float32
-        if is_some or not has_kernel or self.falls_back():
+        if not (is_whole and rows == slice(None) and has_kernel) or self.falls_back():
             return super().note(logits, rows)
-        note_on_cpu(logits, self.not_finite, None if is_slice else rows)
+        note_on_cpu(logits, self.not_finite)
 
     def processed(self, logits, rows=slice(None), draft_tokens=None) -> Tensor:
         if self.falls_back():
@@ -169,6 +169,9 @@ class ShortlistSampler(Sampler):
 
     def indices(self, rows) -> list[int]:
         return list(range(self.n_row))[rows] if isinstance(rows, slice) else rows.tolist()
+
+
+OWN_METHODS = METHODS(ShortlistSampler)
 
 
 def is_filtered(params: SamplingParams) -> bool:

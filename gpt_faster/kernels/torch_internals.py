@@ -51,7 +51,7 @@ def hooks_of(module: torch.nn.Module) -> list:
 
 def changes_call(module: torch.nn.Module) -> bool:
     """Does a call of the module run more than its forward?"""
-    return (bool(hooks_of(module) or global_hooks())
+    return (bool(hooks_of(module) or global_hooks()) or type(module).__call__ is not MODULE_CALL
             or vars(module).get(CALL_OVERRIDE) is not None)
 
 
@@ -61,6 +61,7 @@ def global_hooks() -> list:
     return [hook for name in HOOK_DICTS for hook in getattr(module, f"_global{name}", {}).values()]
 
 
+MODULE_CALL = torch.nn.Module.__call__
 CALL_OVERRIDE = "_compiled_call_impl"              # nn.Module.__call__ runs this attribute if set
 
 

@@ -11,11 +11,11 @@
 // logits [B, V] -> token [B], by each row's parameters [B]. temperature 0: greedy; top_k 0, top_p 1,
 // min_p 0: off. seeds [B]: of each row's noise at this position, as sampling.uniform() takes them.
 // No temperature, and no other parameter: all rows are greedy. No token: only note.
-// not_finite: as Sampler.note() updates it, in these rows [B], or in the first B.
+// not_finite [B]: as Sampler.note() updates it.
 struct Draw {
   int32_t kind, B, V;
   const float *logits, *temperature, *top_k, *top_p, *min_p;
-  const int64_t *seeds, *rows;
+  const int64_t* seeds;
   int64_t* token;
   float* not_finite;
 };
@@ -182,7 +182,7 @@ static void draw(const Draw& op, Phase* phase) {
   run_tasks(phase[0], op.B, 1, [&](int b) {
     const float* logits = op.logits + (long)b * op.V;
     float best = largest(logits, op.V);
-    if (op.not_finite) op.not_finite[op.rows ? op.rows[b] : b] += best - best;   // inf - inf is NaN
+    if (op.not_finite) op.not_finite[b] += best - best;            // inf - inf is NaN
     if (!op.token) return;
     if (op.temperature && op.temperature[b] > 0) {
       Candidates row(reserve(thread_scratch, Candidates::n_float(op.V)), op.V);

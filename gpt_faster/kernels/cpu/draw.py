@@ -36,10 +36,9 @@ def likeliest(logits: Tensor) -> Tensor:
     return token
 
 
-def note(logits: Tensor, not_finite: Tensor, rows: Tensor | None = None) -> None:
-    """sampling.Sampler.note() for logits [B, V] fp32 and not_finite [n, 1] fp32 of all rows. rows
-    [B] int64: those of the logits; None: the first."""
-    _run(logits, not_finite=not_finite, **({} if rows is None else {"rows": rows}))
+def note(logits: Tensor, not_finite: Tensor) -> None:
+    """sampling.Sampler.note() for logits [B, V] of all its rows, and not_finite [B, 1]; fp32."""
+    _run(logits, not_finite=not_finite)
 
 
 def _run(logits: Tensor, **pointers: Tensor) -> None:

@@ -333,8 +333,7 @@ class RingMask(Struct):
 
 
 class Draw(Struct):
-    _fields_ = fields("kind B V", "logits temperature top_k top_p min_p seeds rows token "
-                                  "not_finite")
+    _fields_ = fields("kind B V", "logits temperature top_k top_p min_p seeds token not_finite")
 
 
 class Record(Struct):

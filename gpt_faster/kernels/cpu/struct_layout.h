@@ -95,7 +95,7 @@ static const Field FIELDS[] = {
     FIELD(RingMask, rows), FIELD(RingMask, stored), FIELD(RingMask, slot), FIELD(RingMask, mask),
     WHOLE(Draw), FIELD(Draw, kind), FIELD(Draw, B), FIELD(Draw, V), FIELD(Draw, logits),
     FIELD(Draw, temperature), FIELD(Draw, top_k), FIELD(Draw, top_p), FIELD(Draw, min_p),
-    FIELD(Draw, seeds), FIELD(Draw, rows), FIELD(Draw, token), FIELD(Draw, not_finite),
+    FIELD(Draw, seeds), FIELD(Draw, token), FIELD(Draw, not_finite),
     WHOLE(Record), FIELD(Record, kind), FIELD(Record, B), FIELD(Record, T), FIELD(Record, D),
     FIELD(Record, S), FIELD(Record, n_row), FIELD(Record, x_type), FIELD(Record, states_type),
     FIELD(Record, positions), FIELD(Record, x), FIELD(Record, states),
