@@ -6,8 +6,11 @@ import platform
 import shutil
 import subprocess
 import time
+from functools import cache
 
 import pytest
+import test_batch
+import tiny
 import torch
 
 from gpt_faster.kernels.cpu import native
@@ -15,12 +18,20 @@ from gpt_faster.kernels.cpu import native
 pytestmark = pytest.mark.kernels
 
 
+def build(path, *options):
+    subprocess.run([native.compiler(), *options, "-o", path, native.SOURCE], check=True, stderr=subprocess.DEVNULL)
+    return ctypes.CDLL(str(path))
+
+
 @pytest.fixture(scope="module")
 def without_openmp(tmp_path_factory):
     path = tmp_path_factory.mktemp("threads") / "cpu_ops.so"
-    options = [o for o in native.options() if o != "-fopenmp"]
-    subprocess.run([native.compiler(), *options, "-o", path, native.SOURCE], check=True, stderr=subprocess.DEVNULL)
-    return ctypes.CDLL(str(path))
+    return build(path, *(o for o in native.options() if o != "-fopenmp"))
+
+
+@pytest.fixture(scope="module")
+def with_tasks_that_descend(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("order") / "cpu_ops.so", *native.options(), "-DTASKS_DESCEND", "-O1")
 
 
 def products(n=3):
@@ -42,6 +53,15 @@ def test_threads_of_the_standard_library(without_openmp, monkeypatch, n_threads)
         out.fill_(torch.nan)
         native.run(addresses, n_thread)
         assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", tiny.COVER)
+def test_tasks_in_any_order(ours, with_tasks_that_descend, monkeypatch, name, one_thread):
+    """What a thread keeps from one task to the next must be right for any next task."""
+    library = cache(lambda: with_tasks_that_descend)
+    library()                                              # is_loaded()
+    monkeypatch.setattr(native, "library", library)
+    test_batch.test_slots_by_operations_equal_alone(ours, name, one_thread)
 
 
 def test_a_fork_has_no_threads_and_does_not_wait_for_them(without_openmp, monkeypatch):

@@ -224,9 +224,10 @@ static void linear(const Linear& op, Phase* phase, int n_thread) {
   auto activations_of = [&](const Gemm& gemm) {
     return Activations(memory + Activations::n_float(gemm.first_row, K), gemm.op.M, K);
   };
-  size_t i = 0;                                // the task's GEMM; a thread's tasks ascend
+  size_t i = 0;                                // the task's GEMM: near the thread's last one
   if (is_shared)
     run_tasks(phase[0], n_row, std::max(1, n_row / (16 * n_thread)), [&](int row) {
+      while (row < gemms[i].first_row) i--;
       while (row >= gemms[i].first_row + gemms[i].op.M) i++;
       gemms[i].convert_row(row - gemms[i].first_row, activations_of(gemms[i]));
     });
@@ -235,6 +236,7 @@ static void linear(const Linear& op, Phase* phase, int n_thread) {
   run_tasks(phase[1], n_task, 1, [&](int task) {
     if (!is_shared && !is_converted) gemms[0].convert_row(0, activations_of(gemms[0]));
     is_converted = true;
+    while (task < first_task) first_task -= gemms[--i].n_task;
     for (; task >= first_task + gemms[i].n_task; i++) first_task += gemms[i].n_task;
     gemms[i].run_task(task - first_task, activations_of(gemms[i]));
   });

@@ -100,7 +100,14 @@ struct Phase {
   }
 };
 
-// task(i) for i in [0, n), claimed `step` at a time; returns when the whole phase is done
+#ifdef TASKS_DESCEND                           // for a test that the order of tasks is of no matter
+constexpr bool tasks_descend = true;
+#else
+constexpr bool tasks_descend = false;
+#endif
+
+// task(i) for i in [0, n), claimed `step` at a time; returns when the whole phase is done. A thread's
+// tasks ascend in a range, and may then descend to another one.
 template <class F> static void run_tasks(Phase& phase, int n, int step, F task) {
   int n_done = 0;
   for (int k = 0; k < n_range; k++) {
@@ -109,7 +116,7 @@ template <class F> static void run_tasks(Phase& phase, int n, int step, F task) 
     for (int i; (i = first + phase.claimed[range].n.fetch_add(step)) < end;) {
       for (int last = std::min(i + step, end); i < last; i++, n_done++) {
         try {                                  // exceptions must not leave a thread
-          task(i);
+          task(tasks_descend ? n - 1 - i : i);
         } catch (const std::exception&) {
           has_failed = true;
         }
