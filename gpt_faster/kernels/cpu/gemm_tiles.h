@@ -150,23 +150,42 @@ template <int M, class Code>
     for (int v = 0; v < 2; v++) store(y + m * NR + v * LANES, sum[m][v]);
 }
 
+// One row's int16 activations times a group of packed int4 weights [GROUP / 8, NR]. The second code
+// of 16 bits is not shifted: its products are 16 times as large.
+static inline void multiply_int4_group(const int32_t* words, const int16_t* x, vi acc[2]) {
+  const auto* pairs = (const int32_t*)x;
+  vi sum[2] = {}, sum_16[2] = {};
+#pragma GCC unroll 1
+  for (int j = 0; j < GROUP / 8; j++, words += NR, pairs += 4) {
+    prefetch(words, 4 * NR);
+    for (int v = 0; v < 2; v++) {
+      vi codes = load<vi>(words + v * LANES);
+      sum[v] = dot2(sum[v], (vi16)(codes & 0x000f000f), pairs[0]);
+      sum_16[v] = dot2(sum_16[v], (vi16)(codes & 0x00f000f0), pairs[1]);
+      sum[v] = dot2(sum[v], (vi16)((vi)((vu16)codes >> 8) & 0x000f000f), pairs[2]);
+      sum[v] = dot2(sum[v], (vi16)((vu16)codes >> 12), pairs[3]);
+    }
+  }
+  for (int v = 0; v < 2; v++) acc[v] = sum[v] + (sum_16[v] >> 4);
+}
+
 // int16 activations times packed int4 weights
 template <int M>
 [[gnu::noinline]] static void a16w4_kernel(const int32_t* w, const int32_t* scales,
                                            int group_size, const Activations& x, float* y) {
-  int n_group = x.K / GROUP;
-  int x_groups = group_size / GROUP;           // activation groups per weight group
-  vf total[M][2] = {};
-  for (int g = 0; g < x.K / group_size; g++) {
-    vf sum[M][2] = {};
-    float x_sum[M] = {};
-    for (int i = g * x_groups; i < (g + 1) * x_groups; i++) {
-      vi acc[M][2] = {};
+  int n_group = x.K / GROUP, x_groups = group_size / GROUP;       // of activations
+  vf sum[M][2] = {};
+  for (int i = 0; i < n_group; i++) {
+    const int32_t* group_scales = scales + i / x_groups * NR;
+    vi acc[M][2] = {};
+    if constexpr (M == 1) multiply_int4_group(w + i * GROUP / 8 * NR, x.q + i * GROUP, acc[0]);
+    else {
 #pragma GCC unroll 1
       for (int j = 0; j < GROUP / 8; j++) {
         const int32_t* words = w + (i * GROUP / 8 + j) * NR;
         prefetch(words, 4 * NR);
-        auto multiply_pair = [&](int b) {      // both vectors reuse the broadcast x
+#pragma GCC unroll 2                           // by 4, GCC spills the products
+        for (int b = 0; b < 4; b++) {
           vi16 codes[2];
           for (int v = 0; v < 2; v++)
             codes[v] = (vi16)((vi)(load<vu>(words + v * LANES) >> (4 * b)) & 0x000f000f);
@@ -174,28 +193,21 @@ template <int M>
             int32_t pair = x.int16_pair(m, i * GROUP / 2 + 4 * j + b);
             for (int v = 0; v < 2; v++) acc[m][v] = dot2(acc[m][v], codes[v], pair);
           }
-        };
-        if constexpr (M < 2) {
-          for (int b = 0; b < 4; b++) multiply_pair(b);
-        } else {                               // fully unrolled, GCC spills the products
-#pragma GCC unroll 2
-          for (int b = 0; b < 4; b++) multiply_pair(b);
         }
       }
-      for (int m = 0; m < M; m++) {
-        for (int v = 0; v < 2; v++) sum[m][v] += to_float(acc[m][v]) * x.scale[m * n_group + i];
-        x_sum[m] += x.x_sum[m * n_group + i];
-      }
     }
-    prefetch(scales + g * NR, 4 * NR);
+    prefetch(group_scales, 4 * NR);
     for (int v = 0; v < 2; v++) {
       vf scale, offset;
-      scale_and_offset(scales + g * NR + v * LANES, &scale, &offset);
-      for (int m = 0; m < M; m++) total[m][v] += scale * sum[m][v] + offset * x_sum[m];
+      scale_and_offset(group_scales + v * LANES, &scale, &offset);
+      for (int m = 0; m < M; m++) {
+        sum[m][v] += to_float(acc[m][v]) * (scale * x.scale[m * n_group + i]);
+        sum[m][v] += offset * x.x_sum[m * n_group + i];
+      }
     }
   }
   for (int m = 0; m < M; m++)
-    for (int v = 0; v < 2; v++) store(y + m * NR + v * LANES, total[m][v]);
+    for (int v = 0; v < 2; v++) store(y + m * NR + v * LANES, sum[m][v]);
 }
 
 // int14 activations times packed fp4 weights, without the scale of the row. Activations are those

@@ -54,6 +54,7 @@ typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef int16_t vi16 __attribute__((vector_size(4 * LANES)));     // 2 LANES elements
+typedef uint16_t vu16 __attribute__((vector_size(4 * LANES)));
 typedef int8_t vi8_half __attribute__((vector_size(2 * LANES)));  // 2 LANES elements
 typedef uint16_t vu16_half __attribute__((vector_size(2 * LANES)));
 typedef int16_t vi16_half __attribute__((vector_size(2 * LANES)));
