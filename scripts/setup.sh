@@ -4,10 +4,15 @@
 #   bash scripts/setup.sh requirements.txt [gemma]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-requirements=$1
+requirements=${1:-}
 
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
+
+if [ ! -f "$requirements" ]; then
+  say "error: no requirements file '$requirements': bash scripts/setup.sh requirements.txt"
+  exit 2
+fi
 
 if [ ! -x .venv/bin/python ]; then
   python=$(command -v python3 || command -v python) || die "no python3: install Python 3.10 or newer"

@@ -32,7 +32,7 @@ from gpt_faster.loading import open_model  # noqa: E402
 
 DEPTH, N_NEW = 128, 24
 BITS = {native.FP32: 32, native.BF16: 16, native.INT8: 8, native.INT4: 4}      # of a weight
-AROUND_THE_LAYERS = {native.EMBED, native.ROPE_TABLE, native.MASK, native.DRAW}
+AROUND_THE_LAYERS = {native.EMBED, native.ROPE_TABLE, native.MASK, native.RING_MASK, native.DRAW}
 PARTS = ("reading", "products", "head", "attention", "others", "all operations")
 
 
